@@ -19,6 +19,7 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import RequestBlocks
 
 Tokens = NDArray[np.uint32]
+Hashes = NDArray[np.uint64]
 
 MAX_SIDE_TOKENS = 1 << 15
 MIN_RUN_TOKENS = 64
@@ -40,8 +41,8 @@ ALIGNED_PAIRS = 8
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
-_PROMPT_BYTES, _KEY_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
-"""What a prompt, a key or mark, and a place take, besides token ids."""
+_PROMPT_BYTES, _MARK_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
+"""What a prompt, a mark, and a place take, besides token ids and hashes."""
 _ANCHOR_TOKENS = 16  # Two to the power of the number of factors.
 _MAX_MARKS = 64
 _FACTORS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], dtype=np.uint32)
@@ -197,15 +198,17 @@ class _Prompt:
     first_token: int
     own: Tokens
     parent: _Prompt | None
+    hashes: Hashes
+    """Those of the keys of slots in `own`."""
     marks: Sequence[int]
     """Those of `own`."""
 
-    def begins_in(self, owners: Sequence[_Prompt | None], num_tokens: int) -> bool:
-        """Return whether one of `owners` has this prompt's first tokens, of which it has the last one itself."""
-        prompt: _Prompt | None = self
-        while prompt is not None and prompt.first_token >= num_tokens:
+    def owner(self, num_tokens: int) -> _Prompt:
+        """Return the prompt that has the last of this one's first tokens itself."""
+        prompt = self
+        while num_tokens <= prompt.first_token and prompt.parent is not None:
             prompt = prompt.parent
-        return prompt in owners
+        return prompt
 
     def num_common(self, marks: frozenset[int], first_token: int, counts: dict[_Prompt, int]) -> int:
         """Return how many of these marks it has from a token on; `counts` are those of others for the same marks."""
@@ -250,8 +253,6 @@ class _Generation:
 
     prompts: dict[int, _Prompt] = field(default_factory=dict)
     """By the request's number."""
-    owners: dict[int, _Prompt] = field(default_factory=dict)
-    """The prompt that has a slot's ids, by the hash of the slot's key."""
     latest: dict[tuple[object, ...], dict[int | str | None, int]] = field(default_factory=dict)
     """The number of the latest prompt of a tenant and adapter that has a mark, or is of a session."""
     num_bytes: int = 0
@@ -294,44 +295,50 @@ class Breaks:
             _bucket(self._computed, request.time_s).num_tokens += num_computed
 
     def observe(
-        self, request: RequestBlocks, hashes: NDArray[np.uint64], shared_tokens: int, earlier: int | None
+        self,
+        request: RequestBlocks,
+        hashes: Hashes,
+        latest: NDArray[np.int64],
+        shared_tokens: int,
+        earlier: int | None,
     ) -> int | None:
         """Keep the token ids of a request that has ended, and compare its prompt with earlier ones.
 
         Args:
             request: The request, with its token ids.
             hashes: Those of its keys, of one at least.
+            latest: The number of the latest request that had each key, -1 where it is not known.
             shared_tokens: The longest prefix that an earlier request had, in whole slots.
             earlier: The number of that request, which went on differently; None if it did not.
 
         Returns:
             The first token that differs from `earlier`; None if its ids are not kept, or are equal.
         """
-        if not self.max_bytes or request.token_ids is None:
+        if request.token_ids is None:
             return None
-        names, owners, position = hashes.tolist(), self._kept.owners, None
-        # Where the ids of a slot are kept, those of all slots before it are.
+        kept, position = self._kept.prompts, None
         num_shared = shared_tokens // self._slot_tokens
-        num_kept = bisect_left(names, True, hi=num_shared, key=lambda name: name not in owners)
+        # Where the ids of a slot are kept, those of all slots before it are.
+        num_kept = bisect_left(latest, True, hi=num_shared, key=lambda number: number not in kept)
         first_token = num_kept * self._slot_tokens
         own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
-        parent = owners[names[num_kept - 1]] if num_kept else None
-        prompt = _Prompt(request.origin.request_id, first_token, own, parent, _marks(own))
+        parent = kept[int(latest[num_kept - 1])].owner(first_token) if num_kept else None
+        prompt = _Prompt(request.origin.request_id, first_token, own, parent, hashes[num_kept:].copy(), _marks(own))
         tenant = (request.origin.tenant, request.origin.lora)
         later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]
         if num_shared == 0 or earlier is not None:
-            place = self._place((names[num_shared - 1],) if num_shared else tenant, shared_tokens)
+            place = self._place((int(hashes[num_shared - 1]),) if num_shared else tenant, shared_tokens)
             if earlier is not None and earlier not in place.latest:
                 place.latest.append(earlier)
-            is_sampled = place.num_pairs < ALIGNED_PAIRS or names[num_shared] % SAMPLED_EVERY == 0
-            self._compare(request, prompt, later, place, names[:num_shared], is_sampled=is_sampled)
+            is_sampled = place.num_pairs < ALIGNED_PAIRS or int(hashes[num_shared]) % SAMPLED_EVERY == 0
+            self._compare(request, prompt, later, place, is_sampled=is_sampled)
             if (left := self._prompt(earlier)) is not None:
                 num_equal = count_equal(left.tokens(shared_tokens), later[: self._slot_tokens])
                 position = shared_tokens + num_equal if num_equal < self._slot_tokens else None
             place.latest.append(request.number)
-        latest = self._kept.latest.setdefault(tenant, {})
-        latest.update(dict.fromkeys((*prompt.marks, request.origin.session), request.number))
-        self._keep(request.number, prompt, names[num_kept : (first_token + len(own)) // self._slot_tokens])
+        of_tenant = self._kept.latest.setdefault(tenant, {})
+        of_tenant.update(dict.fromkeys((*prompt.marks, request.origin.session), request.number))
+        self._keep(request.number, prompt)
         return position
 
     def find(self, now_s: float, window_s: float) -> tuple[int, list[Break]]:
@@ -343,8 +350,8 @@ class Breaks:
     def _prompt(self, number: int | None) -> _Prompt | None:
         return None if number is None else self._kept.prompts.get(number) or self._older.prompts.get(number)
 
-    def _partners(self, origin: RequestIdentity, prompt: _Prompt, place: _Place, names: Sequence[int]) -> list[_Prompt]:
-        """Return prompts that begin with the slots `names` and share more with one that parts there, most first.
+    def _partners(self, origin: RequestIdentity, prompt: _Prompt, place: _Place) -> list[_Prompt]:
+        """Return prompts that have the prefix of a place and share more with one that parts there, most first.
 
         They are among its session's latest one, those that brought most of its marks, and the latest ones of the place.
         """
@@ -354,12 +361,17 @@ class Breaks:
         del brought[None]
         numbers = [kept(origin.session) or older(origin.session)] if origin.session else []
         numbers += [number for number, _ in brought.most_common(LATEST_PROMPTS)]
-        owners, end = [one.owners.get(names[-1]) for one in generations] if names else [], place.shared_tokens
         prompts = map(self._prompt, numbers)
-        begun = [each for each in prompts if each is not None and (not names or each.begins_in(owners, end))]
+        begun = [each for each in prompts if each is not None and self._has_prefix(each, place)]
         marks, counts = frozenset(prompt.marks), dict[_Prompt, int]()
-        common = {each: each.num_common(marks, end, counts) for each in (*begun, *self._latest(place))}
+        common = {each: each.num_common(marks, place.shared_tokens, counts) for each in (*begun, *self._latest(place))}
         return sorted(filter(common.get, common), key=lambda each: -common[each])[:ALIGNED_PARTNERS]
+
+    def _has_prefix(self, prompt: _Prompt, place: _Place) -> bool:
+        """Return whether a prompt has the prefix of a place."""
+        owner = prompt.owner(place.shared_tokens)
+        at = (place.shared_tokens - owner.first_token) // self._slot_tokens - 1
+        return at < 0 or (at < len(owner.hashes) and place.key == (int(owner.hashes[at]),))
 
     def _latest(self, place: _Place) -> list[_Prompt]:
         """Return those of a place's latest prompts whose ids are kept, the latest first."""
@@ -371,7 +383,6 @@ class Breaks:
         prompt: _Prompt,
         later: Tokens,
         place: _Place,
-        names: Sequence[int],
         *,
         is_sampled: bool,
     ) -> None:
@@ -384,7 +395,7 @@ class Breaks:
             return
         bucket.num_compared_tokens += behind
         best: _Pair | None = None
-        for earlier in self._partners(request.origin, prompt, place, names):
+        for earlier in self._partners(request.origin, prompt, place):
             pair = self._align(earlier, later, place.shared_tokens)
             if best is None or pair.rank > best.rank:
                 best = pair
@@ -453,12 +464,11 @@ class Breaks:
         self._credit, self._credited_s = min(self._credit + gained, ALIGNED_AT_ONCE), now_s
         return self._credit >= 1.0
 
-    def _keep(self, number: int, prompt: _Prompt, names: Sequence[int]) -> None:
-        """Keep a prompt, whose own ids begin with the slots `names`, and forget the oldest ones beyond the limit."""
+    def _keep(self, number: int, prompt: _Prompt) -> None:
+        """Keep a prompt, and forget the oldest ones beyond the limit."""
         kept = self._kept
         kept.prompts[number] = prompt
-        kept.owners.update(dict.fromkeys(names, prompt))
-        kept.num_bytes += _PROMPT_BYTES + _KEY_BYTES * (len(names) + len(prompt.marks)) + prompt.own.nbytes
+        kept.num_bytes += _PROMPT_BYTES + _MARK_BYTES * len(prompt.marks) + prompt.own.nbytes + prompt.hashes.nbytes
         while (self._places or self._broken) and 2 * self._num_place_bytes > self.max_bytes:
             places = self._places or self._broken
             places.pop(next(iter(places)))

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.breaks import Breaks, count_equal
+from kvferry.core.breaks import Breaks, Hashes, count_equal
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.pool.index import hash_keys
 
@@ -22,13 +22,11 @@ MAX_REQUESTS = 1000
 MAX_CHAIN_KEYS = 1 << 19
 """Keys of those requests, in 8 bytes each: fewer requests of long prompts are kept."""
 TABLE_BITS = 20
-"""The table has `1 << TABLE_BITS` keys in 16 bytes each."""
+"""The table has two to the power of this many keys, in 16 bytes each."""
 MAX_WAYS = 1 << 14
 """Continuations that are remembered, in about 300 bytes each."""
 WAYS_S = 3600.0
 """Time for which a continuation counts."""
-
-Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +85,19 @@ class Partings:
     keys were replaced is found shorter, unless the keys of its request are kept.
     """
 
-    def __init__(self, slot_tokens: int) -> None:
+    def __init__(self, slot_tokens: int, table_bits: int = TABLE_BITS) -> None:
         self.parted_tokens = 0
         """Prompt tokens that were computed behind the points at which prompts left earlier ones."""
         self.breaks = Breaks(slot_tokens)
         self._slot_tokens = slot_tokens
+        self._num_places = 1 << table_bits
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all requests; the counter stays."""
         self.breaks.clear()
-        self._hashes = np.zeros(1 << TABLE_BITS, dtype=np.uint64)
-        self._owners = np.zeros(1 << TABLE_BITS, dtype=np.int64)
+        self._hashes = np.zeros(self._num_places, dtype=np.uint64)
+        self._owners = np.zeros(self._num_places, dtype=np.int64)
         """Twice the number of the latest request with the key, plus one if that request ended there."""
         self._ended: OrderedDict[int, _Ended] = OrderedDict()
         """The latest requests, by number."""
@@ -125,7 +124,7 @@ class Partings:
 
     def _record(self, request: RequestBlocks) -> None:
         hashes = hash_keys(request.keys)
-        places = (hashes & np.uint64(len(self._hashes) - 1)).astype(np.int64)
+        places = (hashes & np.uint64(self._num_places - 1)).astype(np.int64)
         num_slots = min(request.num_prompt_tokens // self._slot_tokens, len(hashes))
         story = None
         self.breaks.count(request)
@@ -134,9 +133,11 @@ class Partings:
             if story.position is not None:
                 first_computed = max(story.shared_tokens, request.num_served_tokens)
                 self.parted_tokens += max(request.num_prompt_tokens - first_computed, 0)
-            position = self.breaks.observe(request, hashes, story.shared_tokens, earlier)
-            if position is not None and story.position is not None:
-                story = replace(story, position=position, exact=True)
+            if self.breaks.max_bytes:
+                latest = np.where(self._hashes[places] == hashes, self._owners[places] // 2, -1)
+                position = self.breaks.observe(request, hashes, latest, story.shared_tokens, earlier)
+                if position is not None and story.position is not None:
+                    story = replace(story, position=position, exact=True)
         self._hashes[places] = hashes
         self._owners[places] = 2 * request.number
         self._owners[places[-1:]] += 1

@@ -10,13 +10,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.core import breaks
 from kvferry.core.breaks import Break, compare
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.partings import KeepTokenIds, Partings, PrefixOutcome
+from kvferry.core.partings import TABLE_BITS, KeepTokenIds, Partings, PrefixOutcome
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 
 TOKENS = 16
@@ -26,9 +26,9 @@ Prompt = list[int]
 class World:
     """Requests that end one a second, with the token ids that are kept of them."""
 
-    def __init__(self, max_bytes: int = 64 << 20, seed: int = 1) -> None:
-        self.rng = random.Random(seed)
-        self.partings = Partings(TOKENS)
+    def __init__(self, max_bytes: int = 64 << 20, table_bits: int = TABLE_BITS) -> None:
+        self.rng = random.Random(1)
+        self.partings = Partings(TOKENS, table_bits)
         self.partings.read([KeepTokenIds(max_bytes)])
         self.number = 0
         self.now_s = 1000.0
@@ -324,7 +324,7 @@ def test_a_reset_or_the_setting_at_zero_forgets_ids_and_breaks(event: ResetEvent
     assert (world.partings.breaks.num_bytes, world.find()) == (0, [])
     left = vars(world.partings.breaks)
     assert not any(left[name] for name in ("_places", "_broken"))
-    assert not any(left[name].prompts or left[name].owners for name in ("_kept", "_older"))
+    assert not any(left[name].prompts or left[name].latest for name in ("_kept", "_older"))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000, 50_000, 400_000])
@@ -379,9 +379,11 @@ def test_a_break_is_found_in_ids_that_several_turns_have(max_bytes: int) -> None
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25),
     st.sampled_from([4000, 10_000, 64 << 20]),
+    st.sampled_from([2, 4, TABLE_BITS]),
 )
-def test_kept_ids_are_those_of_their_requests(prompts: list[list[int]], max_bytes: int) -> None:
-    world, ended = World(max_bytes), dict[int, Prompt]()
+@example([[0, 2, 2, 2], [0], [0, 2, 2, 2]], 10_000, 3)  # The second one takes a place of the first one's keys.
+def test_kept_ids_are_those_of_their_requests(prompts: list[list[int]], max_bytes: int, table_bits: int) -> None:
+    world, ended = World(max_bytes, table_bits), dict[int, Prompt]()
     for slots in prompts:
         ids = [*chain.from_iterable([slot] * TOKENS for slot in slots), 9]
         ended[world.end(ids, [8] * len(slots))] = [*ids, *[8] * len(slots)]
