@@ -146,24 +146,28 @@ def memory_of(name: str, load: Load) -> int:
     return peak
 
 
-def cost_of(reader: PromptReader, load: Load, seconds: float) -> float:
-    """Return the share of a core, in percent, that the service's thread takes with this reader alone."""
-    feed, requests = PromptFeed([reader]), draw_requests(load.num_blocks)
+def costs_of(reader: PromptReader, load: Load, seconds: float) -> list[float]:
+    """Return the shares of a core, in percent, that the service's thread takes in rounds with this reader alone.
+
+    A first round, which is left out, fills what the reader remembers, and uses what it may do at once.
+    """
+    feed, requests, percents = PromptFeed([reader]), draw_requests(load.num_blocks), []
     feed.start()
     (thread,) = (one for one in threading.enumerate() if one.name == feed.thread.name)
 
     def spent_s() -> float:
         return thread_times_s(os.getpid())[str(thread.native_id)]
 
-    began_s, cpu_s = time.monotonic(), spent_s()
-    for number, request in enumerate(islice(requests, int(seconds * load.per_s)), start=1):
-        feed.receive(request)
-        time.sleep(max(began_s + number / load.per_s - time.monotonic(), 0))
-    percent = 100 * (spent_s() - cpu_s) / (time.monotonic() - began_s)
+    for _ in range(ROUNDS + 1):
+        began_s, cpu_s = time.monotonic(), spent_s()
+        for number, request in enumerate(islice(requests, int(seconds * load.per_s)), start=1):
+            feed.receive(request)
+            time.sleep(max(began_s + number / load.per_s - time.monotonic(), 0))
+        percents.append(100 * (spent_s() - cpu_s) / (time.monotonic() - began_s))
     feed.close()
     if feed.num_dropped:
         raise SystemExit(f"{feed.num_dropped} requests were dropped")
-    return percent
+    return percents[1:]
 
 
 def print_cost(seconds: float) -> None:
@@ -176,8 +180,7 @@ def print_cost(seconds: float) -> None:
         for name, make in READERS.items():
             reader = make()
             peak = memory_of(name, load)
-            # The first one fills what the reader remembers.
-            _, *percents = (cost_of(reader, load, seconds / ROUNDS) for _ in range(ROUNDS + 1))
+            percents = costs_of(reader, load, seconds / ROUNDS)
             middle, goal = median(percents), GOALS.get((name, load), math.inf)
             met = "-" if goal == math.inf else f"{goal}: {'met' if middle < goal else 'missed'}"
             print(

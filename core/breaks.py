@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -298,7 +298,7 @@ class Breaks:
         self,
         request: RequestBlocks,
         hashes: Hashes,
-        latest: NDArray[np.int64],
+        latest: Callable[[int], int],
         shared_tokens: int,
         earlier: int | None,
     ) -> int | None:
@@ -307,7 +307,7 @@ class Breaks:
         Args:
             request: The request, with its token ids.
             hashes: Those of its keys, of one at least.
-            latest: The number of the latest request that had each key, -1 where it is not known.
+            latest: Returns the number of the latest request that had the key of a slot; -1 if that is not known.
             shared_tokens: The longest prefix that an earlier request had, in whole slots.
             earlier: The number of that request, which went on differently; None if it did not.
 
@@ -319,10 +319,10 @@ class Breaks:
         kept, position = self._kept.prompts, None
         num_shared = shared_tokens // self._slot_tokens
         # Where the ids of a slot are kept, those of all slots before it are.
-        num_kept = bisect_left(latest, True, hi=num_shared, key=lambda number: number not in kept)
+        num_kept = bisect_left(range(num_shared), True, key=lambda at: latest(at) not in kept)
         first_token = num_kept * self._slot_tokens
         own = np.frombuffer(array("I", request.token_ids[first_token:]), dtype=np.uint32)
-        parent = kept[int(latest[num_kept - 1])].owner(first_token) if num_kept else None
+        parent = kept[latest(num_kept - 1)].owner(first_token) if num_kept else None
         prompt = _Prompt(request.origin.request_id, first_token, own, parent, hashes[num_kept:].copy(), _marks(own))
         tenant = (request.origin.tenant, request.origin.lora)
         later = own[shared_tokens - first_token : request.num_prompt_tokens - first_token]

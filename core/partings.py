@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +135,9 @@ class Partings:
                 first_computed = max(story.shared_tokens, request.num_served_tokens)
                 self.parted_tokens += max(request.num_prompt_tokens - first_computed, 0)
             if self.breaks.max_bytes:
-                latest = np.where(self._hashes[places] == hashes, self._owners[places] // 2, -1)
-                position = self.breaks.observe(request, hashes, latest, story.shared_tokens, earlier)
+                position = self.breaks.observe(
+                    request, hashes, partial(self._latest, hashes, places), story.shared_tokens, earlier
+                )
                 if position is not None and story.position is not None:
                     story = replace(story, position=position, exact=True)
         self._hashes[places] = hashes
@@ -176,6 +178,11 @@ class Partings:
             ways=ways,
         )
         return story, owner if has_parted else None
+
+    def _latest(self, hashes: Hashes, places: NDArray[np.int64], at: int) -> int:
+        """Return the number of the latest request with the key `at` of these, -1 if it is not known."""
+        place = places[at]
+        return int(self._owners[place]) // 2 if self._hashes[place] == hashes[at] else -1
 
     def _continue(self, point: int, following: int, now_s: float) -> None:
         """Remember that a prefix was continued by a key, and forget what is too old or too much."""
