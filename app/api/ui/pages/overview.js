@@ -37,6 +37,7 @@ const REMEDIES = {
   "evicted.capacity": ["#/config?setting=pool_bytes", "size of the pool"],
   "evicted.reset": ["#/audit", "audit"],
   "evicted.operator": ["#/audit", "audit"],
+  "causes.new": ["#/breaks", "breaks"],
   "causes.pin_limit": ["#/config?setting=pool_bytes", "size of the pool"],
   "causes.declined": ["#/config?setting=load_decision", "load decision"],
   "not_stored.no_space": ["#/config?setting=pool_bytes", "size of the pool"],
