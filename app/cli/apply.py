@@ -7,18 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, as_written, complain, note, out, print_json
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
+from kvferry.app.cli.console import ExitCode, Failed, as_written, note, out, print_json
+from kvferry.app.cli.remote import JsonOption, Service, connected, path_to
 
-if TYPE_CHECKING:
-    from kvferry.app.client import KVFerryClient
-
-MAX_FILE_BYTES = 1 << 20
 SECTIONS = ("rules", "tenants", "tiers")
 """Tables of the file, by the resources of the API that they describe, in the order in which they are applied."""
 _KINDS = {"rules": "rule", "tenants": "tenant", "tiers": "tier"}
@@ -58,11 +54,9 @@ class Difference:
         return f"{_KINDS[self.section]} {self.name}: {'; '.join(fields) or 'no fields'}"
 
 
-class BadFile(Exception):
-    """The file cannot be applied; the message has all problems, one a line."""
-
-
+@connected
 def apply(
+    service: Service,
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="TOML with rules, tenants and tiers.")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", metavar="", help="Change nothing; exit code 1 if something differs.")
@@ -75,7 +69,6 @@ def apply(
             help="Delete rules, limits and tiers that are not in the file; no tiers of the settings.",
         ),
     ] = False,
-    url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Make rules, limits of tenants and tiers those of a file, and show the difference first.
@@ -84,22 +77,17 @@ def apply(
     """
     from kvferry.app.client import ClientError
 
-    try:
-        wanted, bodies = _read(file)
-    except BadFile as error:
-        for line in str(error).splitlines():
-            complain(f"{file}: {line}")
-        return ExitCode.USAGE
-    with connect(url) as client:
-        differences = list(_differences(client, wanted, prune))
-        if not as_json:
-            _print(differences)
-        for number, difference in enumerate([] if dry_run else differences):
-            try:
-                _change(client, difference, bodies)
-            except ClientError:
-                note(f"{number} of {len(differences)} changes were applied; refused: {difference}")
-                raise
+    wanted, bodies = _read(file)
+    differences = list(_differences(service, wanted, prune))
+    for difference in [] if as_json else differences:
+        sign, style = _SIGNS[difference.action]
+        out.print(Text.assemble((f"{sign} ", style), str(difference)), soft_wrap=True)
+    for number, difference in enumerate([] if dry_run else differences):
+        try:
+            _change(service, difference, bodies)
+        except ClientError:
+            note(f"{number} of {len(differences)} changes were applied; refused: {difference}")
+            raise
     if as_json:
         print_json({"applied": not dry_run, "differences": [asdict(one) for one in differences]})
     elif not differences:
@@ -109,27 +97,17 @@ def apply(
     return ExitCode.REFUSED if dry_run and differences else ExitCode.OK
 
 
-def _print(differences: list[Difference]) -> None:
-    for difference in differences:
-        sign, style = _SIGNS[difference.action]
-        out.print(Text.assemble((f"{sign} ", style), str(difference)), soft_wrap=True)
-
-
 # --- the file -----------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> tuple[dict[str, Items], dict[str, Items]]:
-    """Return the resources of a file: as the service shows them, and as they are sent. Raises `BadFile`."""
+    """Return the resources of a file: as the service shows them, and as they are sent. Raises `Failed`."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise BadFile(f"the file is larger than {MAX_FILE_BYTES:,} bytes; divide it")
-        given = tomllib.loads(content.decode())
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadFile(f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"is not TOML: {error}") from error
+        raise Failed(f"{path}: cannot be read: {error.strerror}", ExitCode.USAGE) from error
+    except ValueError as error:
+        raise Failed(f"{path}: is not TOML: {error}", ExitCode.USAGE) from error
     problems = [
         f"{name}: there is no such table; a file has {', '.join(SECTIONS)}" for name in given if name not in SECTIONS
     ]
@@ -149,7 +127,7 @@ def _read(path: Path) -> tuple[dict[str, Items], dict[str, Items]]:
             except ValueError as error:
                 problems.append(f"{section}.{name}: {error}")
     if problems:
-        raise BadFile("\n".join(problems))
+        raise Failed("\n".join(f"{path}: {problem}" for problem in problems), ExitCode.USAGE)
     return wanted, bodies
 
 
@@ -201,10 +179,10 @@ def _tier(name: str, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 # --- the service --------------------------------------------------------------------------------------------------
 
 
-def _differences(client: KVFerryClient, wanted: Mapping[str, Items], prune: bool) -> Iterator[Difference]:
+def _differences(service: Service, wanted: Mapping[str, Items], prune: bool) -> Iterator[Difference]:
     """Yield what differs, in the order in which it is applied."""
     for section in SECTIONS:
-        present, kept = _present(client, section)
+        present, kept = _present(service, section)
         for name, after in wanted[section].items():
             before = present.get(name)
             if before is None:
@@ -217,9 +195,9 @@ def _differences(client: KVFerryClient, wanted: Mapping[str, Items], prune: bool
                     yield Difference(Action.DELETE, section, name, before, None)
 
 
-def _present(client: KVFerryClient, section: str) -> tuple[Items, set[str]]:
+def _present(service: Service, section: str) -> tuple[Items, set[str]]:
     """Return what the service has, and names that are never deleted: tiers of the settings return at each start."""
-    items = list(_pages(client, section))
+    items = list(_pages(service, section))
     if section == "rules":
         return {one["name"]: _compared_rule(one) for one in items}, set()
     if section == "tenants":
@@ -231,19 +209,19 @@ def _present(client: KVFerryClient, section: str) -> tuple[Items, set[str]]:
     )
 
 
-def _pages(client: KVFerryClient, path: str) -> Iterator[Mapping[str, Any]]:
+def _pages(service: Service, path: str) -> Iterator[Mapping[str, Any]]:
     cursor = None
     while True:
-        page = client.get(path, limit=1000, cursor=cursor)
+        page = service.get(path, limit=1000, cursor=cursor)
         yield from page["items"]
         cursor = page["next_cursor"]
         if cursor is None:
             return
 
 
-def _change(client: KVFerryClient, difference: Difference, bodies: Mapping[str, Items]) -> None:
+def _change(service: Service, difference: Difference, bodies: Mapping[str, Items]) -> None:
     section, path = difference.section, path_to(difference.section, difference.name)
     if difference.action is Action.DELETE or (difference.action is Action.CHANGE and section == "tiers"):
-        client.send("DELETE", path)
+        service.send("DELETE", path)
     if difference.action is not Action.DELETE:
-        client.send("PUT", path, bodies[section][difference.name])
+        service.send("PUT", path, bodies[section][difference.name])

@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import out, print_answer
-from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, TtlOption, UrlOption, connect, path_to
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import out
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Result, Service, TtlOption, answers, path_to
 
 COLUMNS = ("hash", "slot", "state", "size", "position", "hits", "request")
 
 BlockHash = Annotated[str, typer.Argument(metavar="HASH", help="The whole hash, as `kvferry blocks --hashes` prints.")]
 
 
+@answers(*COLUMNS, empty="the pool is empty")
 def blocks(
+    service: Service,
     block_hash: Annotated[str | None, typer.Argument(metavar="[HASH]", help="Only this block, in full.")] = None,
     hashes: Annotated[bool, typer.Option("--hashes", metavar="", help="Print whole hashes only, one a line.")] = False,
     limit: LimitOption = 50,
     cursor: CursorOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Show the blocks in the pool, by slot."""
-    with connect(url) as client:
-        if block_hash is not None:
-            show_answer(client.get(path_to("blocks", block_hash)), as_json)
-            return
-        answer = client.get("blocks", limit=limit, cursor=cursor)
-    if hashes and not as_json:
-        for item in answer["items"]:
-            out.print(item["hash"], soft_wrap=True)
-    else:
-        show_answer(answer, as_json, *COLUMNS, empty="the pool is empty")
+    if block_hash is not None:
+        return service.get(path_to("blocks", block_hash))
+    return Result(service.get("blocks", limit=limit, cursor=cursor), _print_hashes if hashes else None)
 
 
-def pin(
-    block_hash: BlockHash,
-    ttl_s: TtlOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def _print_hashes(answer: Mapping[str, Any]) -> None:
+    for item in answer["items"]:
+        out.print(item["hash"], soft_wrap=True)
+
+
+@answers()
+def pin(service: Service, block_hash: BlockHash, ttl_s: TtlOption = None) -> Answer:
     """Keep one block from eviction for a time."""
-    with connect(url) as client:
-        answer = client.send("PUT", path_to("blocks", block_hash, "pin"), {} if ttl_s is None else {"ttl_s": ttl_s})
-    print_answer(answer, as_json, lambda pinned: out.print(f"pinned until {pinned['pinned_until']}"))
+    return service.send("PUT", path_to("blocks", block_hash, "pin"), {} if ttl_s is None else {"ttl_s": ttl_s})
 
 
-def unpin(block_hash: BlockHash, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers()
+def unpin(service: Service, block_hash: BlockHash) -> Answer:
     """Remove the pin of one block."""
-    with connect(url) as client:
-        client.send("DELETE", path_to("blocks", block_hash, "pin"))
-    print_answer({"hash": block_hash, "pinned_until": None}, as_json, lambda _: out.print("pin removed"))
+    service.send("DELETE", path_to("blocks", block_hash, "pin"))
+    return {"hash": block_hash, "pinned_until": None}

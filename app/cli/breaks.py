@@ -7,23 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, finite, note, out, percentage, print_answer, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import count, finite, note, out, percentage, words
+from kvferry.app.cli.remote import Answer, Service, answers
 
 _SHOWN_CHARS = 200
-
-
-def breaks(
-    window_s: Annotated[
-        float, typer.Option(callback=finite, metavar="SECONDS", min=1, max=3600, help="Of the last seconds.")
-    ] = 3600.0,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the spans that differ between prompts which are equal before and behind, the most expensive first."""
-    with connect(url) as client:
-        answer = client.get("breaks", window_s=window_s)
-    print_answer(answer, as_json, _print)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -50,3 +37,14 @@ def _describe(one: Mapping[str, Any], computed: int) -> Iterator[str]:
     first, second = one["examples"]
     yield f"  such as {words(first)} and {words(second)}"
     yield f"  {words(one['advice'])}"
+
+
+@answers(show=_print)
+def breaks(
+    service: Service,
+    window_s: Annotated[
+        float, typer.Option(callback=finite, metavar="SECONDS", min=1, max=3600, help="Of the last seconds.")
+    ] = 3600.0,
+) -> Answer:
+    """Show the spans that differ between prompts which are equal before and behind, the most expensive first."""
+    return service.get("breaks", window_s=window_s)

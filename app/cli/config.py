@@ -8,18 +8,27 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, as_written, complain, note, print_answer, print_lines
-from kvferry.app.cli.policy import note_way_back, parse_fields
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
-from kvferry.app.cli.tables import show_items
+from kvferry.app.cli.console import note, print_lines
+from kvferry.app.cli.policy import note_way_back, parse_fields, show_sourced
+from kvferry.app.cli.remote import Answer, Service, answers
 
 app = typer.Typer(
     no_args_is_help=True, help="Settings: check them here, or show and change those of a running service."
 )
 
 
+def _print_settings(views: Mapping[str, Any]) -> None:
+    show_sourced(views, str.upper)
+    for name, view in views.items():
+        if view.get("in_use") and view.get("value") == "auto":
+            note(f"KVFERRY_{name.upper()}=auto: in use is {view['in_use']}")
+        if view.get("shortfall"):
+            note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
+
+
 @app.command("check")
-def check(as_json: JsonOption = False) -> int:
+@answers(show=_print_settings)
+def check() -> Answer:
     """Check the settings that `kvferry serve` would find here, and show them. Starts nothing.
 
     Also checks what they name: port, memory, folders, device, database, name, and the model's configuration; not its
@@ -42,39 +51,32 @@ def check(as_json: JsonOption = False) -> int:
     except StartError as error:
         problems.insert(0, str(error))
     if problems:
-        for problem in problems:
-            complain(problem)
-        return ExitCode.USAGE
-    for notice in (*settings.notices, *tier_notices(settings.tiers)):
+        raise StartError("\n".join(problems))
+    for notice in (*settings.notices, *tier_notices(settings.tiers), "settings are valid"):
         note(notice)
-    print_answer({view.name: asdict(view) for view in settings.describe()}, as_json, _print_settings)
-    if not as_json:
-        note("settings are valid")
-    return ExitCode.OK
+    return {view.name: asdict(view) for view in settings.describe()}
 
 
 @app.command("show")
-def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers(show=_print_settings)
+def show(service: Service) -> Answer:
     """Show the settings of a running service, and where each comes from."""
-    with connect(url) as client:
-        print_answer(client.get("config"), as_json, _print_settings)
+    return service.get("config")
 
 
 @app.command("set")
+@answers(show=_print_settings)
 def change(
+    service: Service,
     settings: Annotated[
         list[str], typer.Argument(metavar="NAME=VALUE...", help="Such as pool_bytes=8GiB eviction_policy=arc.")
     ],
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Change settings of a running service until its next start; null restores the value at start."""
     patch = {name.lower().removeprefix("kvferry_"): value for name, value in parse_fields(settings).items()}
-    with connect(url) as client:
-        answer = client.send("PATCH", "config", patch)
-    print_answer({name: answer[name] for name in patch}, as_json, _print_settings)
-    if not as_json:
-        note_way_back("config", patch)
+    answer = service.send("PATCH", "config", patch)
+    note_way_back("config", patch)
+    return {name: answer[name] for name in patch}
 
 
 @app.command("docs")
@@ -83,16 +85,3 @@ def docs() -> None:
     from kvferry.app.settings.docs import settings_markdown
 
     print_lines(settings_markdown())
-
-
-def _print_settings(views: Mapping[str, Any]) -> None:
-    items = []
-    for name, view in views.items():
-        if isinstance(view, Mapping):
-            place = view.get("place") or view.get("source")
-            items.append({"setting": name.upper(), "value": as_written(name, view.get("value")), "from": place})
-            if view.get("in_use") and view.get("value") == "auto":
-                note(f"KVFERRY_{name.upper()}=auto: in use is {view['in_use']}")
-            if view.get("shortfall"):
-                note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
-    show_items(items, "setting", "value", "from")

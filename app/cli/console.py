@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
-from types import FrameType
 from typing import Any, TypeVar
 
 import typer
@@ -91,45 +90,26 @@ def end_on_signals() -> None:
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run what `work` returns on an event loop of its own, like `asyncio.run`.
+    """Run what `work` returns on an event loop of its own; `INTERRUPTS` cancel it, and then raise `KeyboardInterrupt`.
 
-    Ctrl-C, and each of `INTERRUPTS` that has a handler, cancels it, and the end raises `KeyboardInterrupt`. Raised
-    where the signal arrives, it could leave half an event loop, whose destructor prints a traceback.
+    Raised where a signal other than Ctrl-C arrives, that could leave tasks which are never awaited.
     """
     import asyncio
 
-    interrupted = False
-    task: asyncio.Task[T] | None = None
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        if task is not None and not task.done():
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
     async def main() -> T:
-        nonlocal task
-        task = asyncio.current_task()
-        if interrupted:
-            raise asyncio.CancelledError
-        return await work()
+        task = asyncio.create_task(work())
+        for number in INTERRUPTS[1:]:
+            # `nohup` has made SIGHUP ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await task
 
-    handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
     try:
-        for number, handler in handlers.items():
-            if callable(handler):
-                signal.signal(number, interrupt)
-        with asyncio.Runner() as runner:
-            result = runner.run(main())
+        return asyncio.run(main())
     except asyncio.CancelledError:
-        if not interrupted:
-            raise
+        raise KeyboardInterrupt from None
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if interrupted:
-        raise KeyboardInterrupt
-    return result
+        end_on_signals()
 
 
 class ExitCode(IntEnum):
@@ -139,6 +119,14 @@ class ExitCode(IntEnum):
     REFUSED = 1
     USAGE = 2
     UNREACHABLE = 3
+
+
+class Failed(Exception):
+    """A command cannot do its work; each line of the message is printed."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.REFUSED) -> None:
+        self.code = code
+        super().__init__(message)
 
 
 def complain(message: str) -> None:

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 
 from kvferry.app.cli.console import (
     ExitCode,
+    Failed,
     complain,
     count,
     duration,
@@ -25,11 +26,10 @@ from kvferry.app.cli.console import (
     run_async,
     words,
 )
-from kvferry.app.cli.remote import JsonOption, connect, connect_announced
+from kvferry.app.cli.remote import JsonOption, Service, connect, connected, find, read_ready
 from kvferry.app.cli.tables import new_table
 
 if TYPE_CHECKING:
-    from kvferry.app.client import KVFerryClient
     from kvferry.app.replay.passes import Pass, PassResult, Target, TurnResult
     from kvferry.app.replay.workload import Conversation
 
@@ -43,6 +43,7 @@ OWN_POOL_BYTES_PER_TOKEN = 4096
 OWN_MIN_POOL_BYTES = 64 << 20
 
 
+@connected
 def demo(
     url: Annotated[
         str | None,
@@ -84,16 +85,10 @@ def demo(
     try:
         with _target(url, admin_url, workload) as (target, is_own):
             return _compare(target, workload, seed, as_json, is_own)
-    except BadEngine as error:
-        complain(str(error))
-        return ExitCode.REFUSED
-    except StartError as error:
-        for line in str(error).splitlines():
-            complain(line)
-        return ExitCode.REFUSED
+    except (BadEngine, StartError) as error:
+        raise Failed(str(error)) from error
     except KeyboardInterrupt:
-        complain("interrupted")
-        return ExitCode.REFUSED
+        raise Failed("interrupted") from None
 
 
 @contextmanager
@@ -118,7 +113,8 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
             if admin is None:
                 note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
                 admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), None))
-        elif admin is None and _is_service(opened.enter_context(KVFerryClient(connection.url, None))):
+        elif admin is None and "degraded" in read_ready(opened.enter_context(KVFerryClient(connection.url, None))):
+            # It is kvferry, which was sent no token so far.
             admin = opened.enter_context(connect(connection.url))
         if admin is not None:
             connection = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
@@ -127,21 +123,16 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
         yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own
 
 
-def _local_service(opened: ExitStack) -> KVFerryClient | None:
+def _local_service(opened: ExitStack) -> Service | None:
     """Return the service on this host if its engine is the embedded one; others may have users."""
-    from kvferry.app.client import Refused, Unreachable
+    from kvferry.app.client import Unreachable
 
-    client = connect_announced()
-    if client is None:
+    if find(None).unannounced_in is not None:
         return None
-    opened.enter_context(client)
+    client = opened.enter_context(connect(None))
     try:
         engine = client.get("stats")["engine"]
     except Unreachable:
-        return None
-    except Refused as error:
-        if error.status in (401, 403):
-            raise
         return None
     if engine["name"] == "embedded":
         return client
@@ -150,17 +141,6 @@ def _local_service(opened: ExitStack) -> KVFerryClient | None:
         f"--admin-url {client.url}"
     )
     return None
-
-
-def _is_service(client: KVFerryClient) -> bool:
-    """Return whether kvferry answers, without sending a token."""
-    from kvferry.app.client import Refused
-
-    try:
-        answer = client.get("/readyz")
-    except Refused as error:
-        answer = error.problem
-    return {"ready", "degraded"} <= answer.keys()
 
 
 def _settings(workload: Sequence[Conversation]) -> Mapping[str, object]:
@@ -229,12 +209,8 @@ def _introduce(target: Target, workload: Sequence[Conversation]) -> None:
 
 def _run(current: Pass, workload: Sequence[Conversation], run_id: str, *, quiet: bool) -> None:
     """Run a pass, with a line now and then."""
-    show = _line_printer(current, sum(len(one.turns) for one in workload))
-    run_async(lambda: current.run(run_id, (lambda result: None) if quiet else show))
-
-
-def _line_printer(current: Pass, total: int) -> Callable[[TurnResult], None]:
-    marks = {total * quarter // 4 for quarter in range(1, 5)}
+    total = sum(len(one.turns) for one in workload)
+    marks = set() if quiet else {total * quarter // 4 for quarter in range(1, 5)}
 
     def show(result: TurnResult) -> None:
         if len(current.results) in marks:
@@ -244,7 +220,7 @@ def _line_printer(current: Pass, total: int) -> Callable[[TurnResult], None]:
             failed = f", {count(so_far.failed)} of them failed" if so_far.failed else ""
             note(f"{so_far.title}: {count(so_far.requests)} of {count(total)} requests{failed}{first}")
 
-    return show
+    run_async(lambda: current.run(run_id, show))
 
 
 def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> RenderableType:
@@ -351,7 +327,7 @@ def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterat
         yield f"Next: {target.admin.url}/ui/ shows it; kvferry why {example} explains a request."
 
 
-def _known_requests(admin: KVFerryClient, done: Pass) -> list[Any]:
+def _known_requests(admin: Service, done: Pass) -> list[Any]:
     """Return the requests of a pass that the service still knows."""
     ids = {result.request_id for result in done.results}
     return [item for item in admin.get("requests", limit=1000)["items"] if item["id"] in ids]

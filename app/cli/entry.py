@@ -37,8 +37,7 @@ from kvferry.app.cli import (
     vllm_config,
     what_if,
 )
-from kvferry.app.cli.console import ExitCode, complain, err, note, out, print_lines
-from kvferry.app.cli.remote import add_common_options
+from kvferry.app.cli.console import ExitCode, Failed, complain, err, note, out, print_lines
 
 # Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -81,7 +80,6 @@ app.command("what-if")(what_if.what_if)
 app.command("breaks")(breaks.breaks)
 app.command("record")(record.record)
 app.command("replay")(replay.replay)
-add_common_options(app)
 
 
 def _version(asked: bool) -> None:
@@ -138,16 +136,14 @@ def _explain_usage(error: Exception) -> int:
 def _explain(error: Exception) -> int:
     from kvferry.app.client import ClientError, Unreachable
     from kvferry.app.settings import BadSettings
+    from kvferry.core.errors import StartError
 
-    if isinstance(error, BadSettings):
-        for problem in error.problems:
-            complain(str(problem))
-        return ExitCode.USAGE
-    if isinstance(error, ClientError):
-        if isinstance(error, Unreachable):
-            complain(f"{error}; is it running? Set KVFERRY_URL or --url if it has another address")
-            return ExitCode.UNREACHABLE
-        complain(str(error))
-        return ExitCode.REFUSED
-    complain(f"{type(error).__name__}: {error}")
+    if isinstance(error, Unreachable):
+        complain(f"{error}; is it running? Set KVFERRY_URL or --url if it has another address")
+        return ExitCode.UNREACHABLE
+    if isinstance(error, (BadSettings, StartError, Failed)):
+        for line in str(error).splitlines():
+            complain(line)
+        return error.code if isinstance(error, Failed) else ExitCode.USAGE
+    complain(str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}")
     return ExitCode.REFUSED

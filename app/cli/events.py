@@ -10,30 +10,30 @@ import typer
 from rich.text import Text
 
 from kvferry.app.cli.console import ExitCode, complain, count, out, print_json_line, words
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.remote import JsonOption, Service, connected
 
 HIDDEN = ("type", "time", "blocks", "hashes")
 
 
+@connected
 def events(
+    service: Service,
     type_: Annotated[
         list[str] | None,
         typer.Option("--type", metavar="NAME", help="Only events of this type, such as evicted; may be repeated."),
     ] = None,
-    url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Show events of the cache and changes by operators, one line per event, until Ctrl-C."""
-    with connect(url) as client:
-        try:
-            with closing(client.events("events", type=type_ or [])) as stream:
-                for event in stream:
-                    if as_json:
-                        print_json_line(event)
-                    else:
-                        out.print(_line(event), soft_wrap=True)
-        except KeyboardInterrupt:
-            return 0
+    try:
+        with closing(service.events("events", type=type_ or [])) as stream:
+            for event in stream:
+                if as_json:
+                    print_json_line(event)
+                else:
+                    out.print(_line(event), soft_wrap=True)
+    except KeyboardInterrupt:
+        return ExitCode.OK
     complain("stream ended by the server")
     return ExitCode.UNREACHABLE
 

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from kvferry.app.cli.console import moment
-from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers
 
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "session")
 
 
+@answers(*COLUMNS, spare=("session", "tenant", "position"), empty="no evictions")
 def evictions(
+    service: Service,
     since: Annotated[
         str | None,
         typer.Option(callback=moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
@@ -29,17 +30,11 @@ def evictions(
     summary: Annotated[
         bool, typer.Option("--summary", metavar="", help="Show counts, ages and the regret rate instead.")
     ] = False,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Show which blocks left the pool, when and why."""
     filters = {"reason": reason, "request": request, "tenant": tenant, "cursor": cursor}
     if summary and any(filters.values()):
         raise typer.BadParameter("--summary takes --since and --until only", param_hint="--summary")
-    with connect(url) as client:
-        if summary:
-            answer = client.get("evictions/summary", since=since, until=until)
-        else:
-            answer = client.get("evictions", limit=limit, since=since, until=until, **filters)
-    spare = ("session", "tenant", "position")
-    show_answer(answer, as_json, *() if summary else COLUMNS, spare=spare, empty="no evictions")
+    if summary:
+        return service.get("evictions/summary", since=since, until=until)
+    return service.get("evictions", limit=limit, since=since, until=until, **filters)

@@ -6,27 +6,25 @@ from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.remote import Answer, Service, answers
 
 _STREAMS = ("/events", "/stream")
 
 
+@answers()
 def get(
+    service: Service,
     path: Annotated[
         str,
         typer.Argument(
             metavar="PATH", help="Such as /admin/v1/slots/map, or evictions?limit=5, which is below /admin/v1/."
         ),
     ],
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Show what the API answers to GET; its paths are listed under /docs of the service."""
     if path.partition("?")[0].endswith(_STREAMS):
         raise typer.BadParameter(
             f"{path!r}: is a stream, which does not end; use kvferry events or kvferry stats --watch",
             param_hint="PATH",
         )
-    with connect(url) as client:
-        show_answer(client.get(path), as_json)
+    return service.get(path)

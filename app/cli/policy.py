@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import note, out, print_answer, words
-from kvferry.app.cli.remote import JsonOption, TtlOption, UrlOption, connect, path_to
+from kvferry.app.cli.console import as_written, note, words
+from kvferry.app.cli.remote import Answer, Service, TtlOption, answers, path_to
 from kvferry.app.cli.tables import show_items
 
 app = typer.Typer(
@@ -27,54 +27,62 @@ Fields = Annotated[
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sends.")]
 
 
+def show_sourced(answer: Mapping[str, Any], name_of: Callable[[str], str] = str) -> None:
+    """Print values with their sources as a table; `name_of` spells their names."""
+    items = [
+        {"name": name_of(name), "value": as_written(name, view["value"]), "from": view.get("place") or view["source"]}
+        for name, view in answer.items()
+        if isinstance(view, Mapping) and "value" in view
+    ]
+    show_items(items, "name", "value", "from")
+
+
+def _print_policy(answer: Mapping[str, Any]) -> None:
+    tiers = answer["tiers"]
+    show_sourced(answer if tiers["value"] is not None else {**answer, "tiers": {**tiers, "value": "all"}})
+    override = answer.get("override")
+    if override is not None:
+        note(f"override of {words(answer.get('id'))} expires at {words(override['expires_at'])}")
+
+
 @app.command("show")
-def show(url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers(show=_print_policy)
+def show(service: Service) -> Answer:
     """Show the runtime defaults and their sources."""
-    with connect(url) as client:
-        print_answer(client.get("policy"), as_json, _print_policy)
+    return service.get("policy")
 
 
 @app.command("set")
-def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers(show=_print_policy)
+def change(service: Service, fields: Fields) -> Answer:
     """Change runtime defaults until the next start; null restores the setting."""
     patch = parse_policy(fields)
-    with connect(url) as client:
-        print_answer(client.send("PATCH", "policy", patch), as_json, _print_policy)
-    if not as_json:
-        note_way_back("policy", patch)
+    answer = service.send("PATCH", "policy", patch)
+    note_way_back("policy", patch)
+    return answer
 
 
 @request_app.command("show")
-def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers(show=_print_policy)
+def show_request(service: Service, request_id: RequestId) -> Answer:
     """Show the override of one request."""
-    with connect(url) as client:
-        print_answer(client.get(path_to("requests", request_id, "policy")), as_json, _print_policy)
+    return service.get(path_to("requests", request_id, "policy"))
 
 
 @request_app.command("set")
-def change_request(
-    request_id: RequestId,
-    fields: Fields,
-    ttl_s: TtlOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@answers(show=_print_policy)
+def change_request(service: Service, request_id: RequestId, fields: Fields, ttl_s: TtlOption = None) -> Answer:
     """Override fields for one request; replaces an earlier override."""
     patch = parse_policy(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
-    with connect(url) as client:
-        print_answer(client.send("PUT", path_to("requests", request_id, "policy"), patch), as_json, _print_policy)
+    return service.send("PUT", path_to("requests", request_id, "policy"), patch)
 
 
 @request_app.command("clear")
-def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers()
+def clear_request(service: Service, request_id: RequestId) -> Answer:
     """Remove a request's override."""
-    with connect(url) as client:
-        client.send("DELETE", path_to("requests", request_id, "policy"))
-    print_answer(
-        {"request": request_id, "cleared": True},
-        as_json,
-        lambda done: out.print(f"override removed: {done['request']}"),
-    )
+    service.send("DELETE", path_to("requests", request_id, "policy"))
+    return {"request": request_id, "cleared": True}
 
 
 def note_way_back(group: str, patch: Mapping[str, Any]) -> None:
@@ -120,15 +128,3 @@ def _value(name: str, text: str) -> Any:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _print_policy(answer: Mapping[str, Any]) -> None:
-    items = [
-        {"field": name, **item, **({"value": "all"} if name == "tiers" and item["value"] is None else {})}
-        for name, item in answer.items()
-        if isinstance(item, Mapping) and "value" in item
-    ]
-    show_items(items, "field", "value", "source")
-    override = answer.get("override")
-    if isinstance(override, Mapping):
-        note(f"override of {words(answer.get('id'))} expires at {words(override.get('expires_at'))}")

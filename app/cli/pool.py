@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from kvferry.app.cli.console import ExitCode, complain, err
-from kvferry.app.cli.remote import JsonOption
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import ExitCode, Failed, err
+from kvferry.app.cli.remote import Answer, Result, answers
 
 _BATCH_SLOTS = 256
 
@@ -18,10 +17,10 @@ app = typer.Typer(no_args_is_help=True, help="The file of a kept pool.")
 
 
 @app.command("inspect")
+@answers()
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The pool's file, named in the log of its service.")],
-    as_json: JsonOption = False,
-) -> int:
+) -> Answer:
     """Show a pool's header, fingerprint and slots, and verify all checksums. Changes nothing.
 
     Exits with 1 if the file is not a pool or is damaged: truncated, or with a wrong checksum. While a service uses the
@@ -36,13 +35,12 @@ def inspect(
         pool = inspect_pool(path)
     except IsADirectoryError:
         name = min((file.name for file in path.glob("*.pool")), default=None)
-        complain(f"{path} is a folder" + (f": name a pool in it, such as {name}" if name else ", with no pool in it"))
-        return ExitCode.REFUSED
-    except (NotAPool, OSError) as error:
-        complain(
-            f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is not a pool: {error}"
-        )
-        return ExitCode.REFUSED
+        advice = f": name a pool in it, such as {name}" if name else ", with no pool in it"
+        raise Failed(f"{path} is a folder{advice}") from None
+    except OSError as error:
+        raise Failed(f"{path}: {error.strerror or error}") from error
+    except NotAPool as error:
+        raise Failed(f"{path} is not a pool: {error}") from error
     slots = pool.recovered.slots
     starts = range(0, len(slots), _BATCH_SLOTS)
     bad: list[int] = []
@@ -67,7 +65,6 @@ def inspect(
         "dropped": {reason.value: number for reason, number in pool.recovered.dropped.items()},
         "bad_slots": bad,
     }
-    show_answer(summary, as_json)
     damages = (DropReason.DAMAGED, DropReason.RANKS_DIFFER, DropReason.TRUNCATED)
     is_damaged = bad or any(reason in pool.recovered.dropped for reason in damages)
-    return ExitCode.REFUSED if is_damaged else ExitCode.OK
+    return Result(summary, code=ExitCode.REFUSED if is_damaged else ExitCode.OK)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, confirm, out, print_json, size
-from kvferry.app.cli.remote import JsonOption
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import Failed, confirm, size
+from kvferry.app.cli.remote import Answer, answers
 
 if TYPE_CHECKING:
     from kvferry.cuda_ops.persistent.pool_files import PoolFile
@@ -18,20 +17,21 @@ app = typer.Typer(help="Files of kept pools on this machine, of this user: list 
 
 
 @app.callback(invoke_without_command=True)
-def pools(context: typer.Context, as_json: JsonOption = False) -> None:
+@answers(empty="no kept pools")
+def pools(context: typer.Context) -> Answer | None:
     """Show the kept pools in /dev/shm and KVFERRY_POOL_PATH: size, time since the last start, and users."""
     if context.invoked_subcommand is not None:
-        return
+        return None
     now_s = time.time()
-    show_answer({"items": [_described(pool, now_s) for pool in _find()]}, as_json, empty="no kept pools")
+    return {"items": [_described(pool, now_s) for pool in _find()]}
 
 
 @app.command("remove")
+@answers()
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The pool's name, or the path of its file.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask for confirmation.")] = False,
-    as_json: JsonOption = False,
-) -> int:
+) -> Answer:
     """Remove a pool that no engine uses, with all of its blocks. Only files that kvferry made are removed."""
     from kvferry.cuda_ops.persistent.pool_file import NotAPool
     from kvferry.cuda_ops.persistent.pool_files import PoolInUse, remove_pool
@@ -39,21 +39,17 @@ def remove(
     pools = [pool for pool in _find() if name in (pool.name, str(pool.path))]
     if len(pools) != 1:
         paths = ", ".join(str(pool.path) for pool in pools)
-        complain(f"{name}: " + (f"give one of the paths {paths}" if pools else "no such pool; see kvferry pools"))
-        return ExitCode.REFUSED
+        raise Failed(f"{name}: " + (f"give one of the paths {paths}" if pools else "no such pool; see kvferry pools"))
     (pool,) = pools
     if not yes:
         confirm(f"removes {pool.path}, {size(pool.num_bytes)}", "Remove it?", "remove")
     try:
         remove_pool(pool.path)
-    except (PoolInUse, NotAPool, OSError) as error:
-        complain(f"{pool.path}: {error.strerror or error}" if isinstance(error, OSError) else str(error))
-        return ExitCode.REFUSED
-    if as_json:
-        print_json({"removed": str(pool.path), "bytes": pool.num_bytes})
-    else:
-        out.print(f"removed: {pool.path}, {size(pool.num_bytes)}")
-    return ExitCode.OK
+    except OSError as error:
+        raise Failed(f"{pool.path}: {error.strerror or error}") from error
+    except (PoolInUse, NotAPool) as error:
+        raise Failed(str(error)) from error
+    return {"removed": str(pool.path), "bytes": pool.num_bytes}
 
 
 def _find() -> list[PoolFile]:

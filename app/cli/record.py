@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, count, end_on_signals, note
-from kvferry.app.cli.remote import UrlOption, connect
+from kvferry.app.cli.console import ExitCode, Failed, complain, count, end_on_signals, note
+from kvferry.app.cli.remote import Service, connected
 
 
+@connected
 def record(
-    path: Annotated[Path, typer.Option("--out", metavar="FILE", help="The trace, replaced at the end if it exists.")],
+    service: Service,
+    path: Annotated[Path, typer.Option("--out", metavar="FILE", help="The trace; an existing file is replaced.")],
     requests: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="End after N requests.", show_default="Ctrl-C")
     ] = None,
-    url: UrlOption = None,
 ) -> int:
     """Record the requests that end as a trace in Mooncake's format, until Ctrl-C, without text, names or hashes.
 
@@ -36,13 +35,14 @@ def record(
     end_on_signals()
     lines = TraceLines()
     problem: str | None = None
-    with connect(url) as client, _replacing(path) as file:
-        try:
-            with closing(client.events("events", type=["prompt"])) as stream:
+    try:
+        with closing(service.events("events", type=["prompt"])) as stream:
+            # The first event says that the stream is open.
+            next(stream, None)
+            with path.open("w", buffering=1, encoding="utf-8") as file:
+                note(f"recording to {path}; Ctrl-C ends it")
                 for event in stream:
-                    if event["type"] == "open":
-                        note(f"recording to {path}; Ctrl-C ends it")
-                    elif event["type"] == "gap":
+                    if event["type"] == "gap":
                         lines.add_gap(event["missed"])
                     elif event["type"] == "prompt":
                         file.write(lines.next(event) + "\n")
@@ -51,15 +51,16 @@ def record(
                             break
                 else:
                     problem = "stream ended by the server"
-        except KeyboardInterrupt:
-            pass
-        except ClientError as error:
-            if not lines.num_requests:
-                raise
-            problem = str(error)
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        raise Failed(f"{path}: {error.strerror or error}; its last line may be incomplete") from error
+    except ClientError as error:
         if not lines.num_requests:
-            complain(f"no request ended while it was recorded; {path} was not written")
-            raise typer.Abort
+            raise
+        problem = str(error)
+    if not lines.num_requests:
+        raise Failed(f"no request ended while it was recorded; {path} is empty")
     note(f"{count(lines.num_requests)} requests, {count(lines.num_blocks)} different blocks: {path}")
     if lines.num_missed:
         note(f"{count(lines.num_missed)} events were lost, so that up to as many requests are missing")
@@ -113,28 +114,3 @@ class TraceLines:
     def _new(self) -> int:
         self.num_blocks += 1
         return self.num_blocks - 1
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[str]]:
-    """Write a file beside `path` that replaces it at the end, unless an exception leaves the context.
-
-    If that cannot be written any more, it stays.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            raise typer.BadParameter(f"{path}: not a regular file", param_hint="--out")
-        path = Path(os.path.realpath(path))
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--out") from error
-    try:
-        with os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") as file:
-            yield file
-        Path(name).replace(path)
-    except OSError as error:
-        complain(f"{path}: {error.strerror}; what was recorded is in {name}, whose last line may be incomplete")
-        raise typer.Abort from error
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

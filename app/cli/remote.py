@@ -1,23 +1,29 @@
-"""Options and client of the commands that talk to a running service."""
+"""Options and client of the commands that talk to a running service, and how their answers are printed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import finite, note, widen, words
+from kvferry.app.cli.console import ExitCode, finite, note, print_json, widen, words
+from kvferry.app.cli.tables import Json, show_answer
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import Connection
+
+Command = Callable[..., Any]
+Service: TypeAlias = "KVFerryClient"
+"""The client of a service, which commands import when they run."""
 
 UrlOption = Annotated[
     str | None,
@@ -73,55 +79,104 @@ def path_to(collection: str, name: str, part: str = "") -> str:
     return f"{collection}/{quote(name, safe='')}{part and '/' + part}"
 
 
-def add_common_options(app: typer.Typer) -> None:
-    """Add `--token-file` and `--wide` to the commands that have `--url`, which is how they reach a service."""
-    for command in app.registered_commands:
-        if command.callback is not None and "url" in inspect.signature(command.callback).parameters:
-            command.callback = _with_common_options(command.callback)
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            add_common_options(group.typer_instance)
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An answer that a command prints in another way than usual, or with another exit code."""
+
+    answer: Json
+    show: Callable[[Any], object] | None = None
+    code: ExitCode = ExitCode.OK
 
 
-def _with_common_options(command: Callable[..., Any]) -> Callable[..., Any]:
+Answer = Json | Result
+
+
+def answers(
+    *columns: str,
+    spare: Sequence[str] = (),
+    empty: str = "nothing to show",
+    show: Callable[[Any], object] | None = None,
+) -> Callable[[Command], Command]:
+    """Add `--json` to a command, and print what it returns: as JSON, or for people by `show` or `show_answer`.
+
+    A command with the parameter `service` or `url` is also `connected`.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(*, as_json: bool = False, **options: Any) -> ExitCode:
+            answer = command(**options)
+            if answer is None:
+                return ExitCode.OK
+            result = answer if isinstance(answer, Result) else Result(answer)
+            if as_json:
+                print_json(result.answer)
+            elif shown := result.show or show:
+                shown(result.answer)
+            else:
+                show_answer(result.answer, *columns, spare=spare, empty=empty)
+            return result.code
+
+        return _with_options(run, command, {"as_json": (JsonOption, False)})
+
+    return lambda command: connected(decorate(command)) if _names(command) & {"service", "url"} else decorate(command)
+
+
+def connected(command: Command) -> Command:
+    """Add to a command the options by which it reaches a service, whose client it gets as its parameter `service`.
+
+    With a parameter `url` instead it connects itself.
+    """
+    names = _names(command)
+
     @functools.wraps(command)
-    def run(*, token_file: Path | None = None, wide: bool = False, **options: Any) -> Any:
+    def run(*, url: str | None = None, token_file: Path | None = None, wide: bool = False, **options: Any) -> Any:
         _token_file.set(token_file)
         if wide:
             widen()
-        return command(**options)
+        if "service" not in names:
+            return command(url=url, **options)
+        with connect(url) as service:
+            return command(service=service, **options)
 
-    # Typer reads the options of a command from its signature, and resolves names where the command is defined.
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter("token_file", keyword, default=None, annotation=TokenFileOption),
-        inspect.Parameter("wide", keyword, default=False, annotation=WideOption),
-    ]
-    signature = inspect.signature(command, eval_str=True)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *options])  # type: ignore[attr-defined]
+    options = {"url": (UrlOption, None), "token_file": (TokenFileOption, None), "wide": (WideOption, False)}
+    return _with_options(run, command, options, hidden="service")
+
+
+def _names(command: Command) -> set[str]:
+    return set(inspect.signature(command).parameters)
+
+
+def _with_options(
+    run: Command, command: Command, options: Mapping[str, tuple[Any, Any]], hidden: str | None = None
+) -> Command:
+    """Give `run` the parameters that Typer reads: those of `command`, and options by name, with type and default."""
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    for name, (type_, default) in options.items():
+        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=type_)
+        parameters.setdefault(name, added)
+    parameters.pop(hidden or "", None)
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return run
 
 
-def connect(url: str | None) -> KVFerryClient:
+def connect(url: str | None) -> Service:
     """Return a client for `--url`, with the token of `--token-file`.
 
     What is not given comes from the environment, `.env` or discovery.
     """
+    return _client(find(url))
+
+
+def find(url: str | None) -> Connection:
+    """Return where `connect` connects to."""
     from kvferry.app.settings.connection import find_connection
 
-    connection = find_connection(url, token_file=_token_file.get())
-    return _client(connection)
+    return find_connection(url, token_file=_token_file.get())
 
 
-def connect_announced() -> KVFerryClient | None:
-    """Return a client as `connect` does without `--url`, but None where no service is announced on this host."""
-    from kvferry.app.settings.connection import find_connection
-
-    connection = find_connection(token_file=_token_file.get())
-    return _client(connection) if connection.unannounced_in is None else None
-
-
-def _client(service: Connection) -> KVFerryClient:
+def _client(service: Connection) -> Service:
     from kvferry.app.client import KVFerryClient
 
     if service.unannounced_in is not None:
@@ -130,7 +185,7 @@ def _client(service: Connection) -> KVFerryClient:
 
 
 @contextmanager
-def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryClient]]:
+def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[Service]]:
     """Return clients for all data-parallel ranks of one engine, found as by `connect`."""
     from kvferry.app.settings.connection import find_ranks
 
@@ -139,19 +194,24 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
         yield [clients.enter_context(_client(one)) for one in ranks]
 
 
-def read_problems(client: KVFerryClient) -> list[str]:
-    """Return why the service is not ready, and what does less than it should, each with the word for it."""
+def read_ready(client: Service) -> Json:
+    """Return what `/readyz` answers, ready or not."""
     from kvferry.app.client import Refused
 
     try:
-        answer = client.get("/readyz")
+        return client.get("/readyz")
     except Refused as error:
-        answer = error.problem
+        return error.problem
+
+
+def read_problems(client: Service) -> list[str]:
+    """Return why the service is not ready, and what does less than it should, each with the word for it."""
+    answer = read_ready(client)
     problems = {"not ready": answer.get("reasons"), "degraded": answer.get("degraded")}
     return [f"{part}: {words(text)}" for part, texts in problems.items() for text in texts or []]
 
 
-def connect_engine(engine_url: str | None, service: KVFerryClient, *, is_found: bool) -> KVFerryClient:
+def connect_engine(engine_url: str | None, service: Service, *, is_found: bool) -> Service:
     """Return a client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the admin token is not sent to another
     address. `is_found`: the service was found without `--url`.
     """

@@ -22,7 +22,7 @@ from kvferry.app.cli.console import (
     run_async,
     shares,
 )
-from kvferry.app.cli.remote import BlockTokensOption, JsonOption, UrlOption, connect, connect_engine
+from kvferry.app.cli.remote import BlockTokensOption, JsonOption, UrlOption, connect, connect_engine, connected
 from kvferry.app.cli.tables import show_answer
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvferry.app.replay.trace import MappedRequest
 
 
+@connected
 def replay(
     trace: Annotated[
         Path | None,
@@ -197,7 +198,7 @@ def _run(
 
 
 def _print_report(report: Report, scale: str) -> None:
-    show_answer(asdict(report) | {"scale": scale}, as_json=False)
+    show_answer(asdict(report) | {"scale": scale})
     if report.cache is None:
         note("server restarted during the replay: its counters are not comparable")
         return

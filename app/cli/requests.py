@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, print_answer, words
-from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, words
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers, path_to
+from kvferry.app.cli.tables import Json, show_answer
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
-
-Json = Mapping[str, Any]
 
 COLUMNS = (
     "id",
@@ -30,7 +28,19 @@ _POLICY_OF_SKIP = {"prompt_only": "offload_prompt_only", "token_cap": "max_offlo
 """The policy field that makes a block not stored for this reason."""
 
 
+def _print(answer: Json) -> None:
+    items = [{**item, "mostly_because": _main_cause(item)} for item in answer["items"]]
+    show_answer({**answer, "items": items}, *COLUMNS, spare=SPARE_COLUMNS, empty="no requests")
+
+
+def _main_cause(request: Json) -> str | None:
+    causes = _by_cause(request["missed_tokens"])
+    return causes[0][2] if causes else None
+
+
+@answers(show=_print)
 def requests(
+    service: Service,
     state: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only in this state: waiting, loading, running or finished.")
     ] = None,
@@ -47,45 +57,24 @@ def requests(
     ] = None,
     limit: LimitOption = 20,
     cursor: CursorOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Show live and recent requests, newest first: what served their prompts, and why most of the rest was computed."""
-    with connect(url) as client:
-        answer = client.get(
-            "requests",
-            limit=limit,
-            cursor=cursor,
-            state=state,
-            tenant=tenant,
-            session=session,
-            missed=missed or None,
-            since=since,
-        )
-    if not as_json:
-        answer = {**answer, "items": [{**item, "mostly_because": _main_cause(item)} for item in answer["items"]]}
-    show_answer(answer, as_json, *COLUMNS, spare=SPARE_COLUMNS, empty="no requests")
-
-
-def _main_cause(request: Json) -> str | None:
-    causes = _by_cause(request["missed_tokens"])
-    return causes[0][2] if causes else None
-
-
-def why(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sent.")],
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Explain what served a request's prompt, why the rest was computed, and what was stored of it."""
-    with connect(url) as client:
-        request = client.get(path_to("requests", request_id))
-    print_answer(request, as_json, _print_explanation)
+    filters = {"state": state, "tenant": tenant, "session": session, "missed": missed or None, "since": since}
+    return service.get("requests", limit=limit, cursor=cursor, **filters)
 
 
 def _print_explanation(request: Json) -> None:
     for line in explain(request):
         out.print(line, soft_wrap=True)
+
+
+@answers(show=_print_explanation)
+def why(
+    service: Service,
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sent.")],
+) -> Answer:
+    """Explain what served a request's prompt, why the rest was computed, and what was stored of it."""
+    return service.get(path_to("requests", request_id))
 
 
 def explain(request: Json) -> Iterator[str]:

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import out, print_answer
 from kvferry.app.cli.policy import parse_policy
-from kvferry.app.cli.remote import JsonOption, UrlOption, connect, path_to
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.remote import Answer, Service, answers, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(
@@ -43,23 +41,24 @@ def _span(text: str | None) -> int | dict[str, int] | None:
 
 
 @app.command("list")
-def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers(*COLUMNS, empty="no rules")
+def list_rules(service: Service) -> Answer:
     """Show all rules, in the order in which they are evaluated."""
-    with connect(url) as client:
-        # More than a service can have.
-        answer = {"items": client.get("rules", limit=1000)["items"]}
-    show_answer(answer, as_json, *COLUMNS, empty="no rules")
+    # More than a service can have.
+    return {"items": service.get("rules", limit=1000)["items"]}
 
 
 @app.command("show")
-def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers()
+def show(service: Service, name: Name) -> Answer:
     """Show one rule."""
-    with connect(url) as client:
-        show_answer(client.get(path_to("rules", name)), as_json)
+    return service.get(path_to("rules", name))
 
 
 @app.command("set")
+@answers()
 def change(
+    service: Service,
     name: Name,
     fields: Fields = None,
     order: Annotated[int, typer.Option(metavar="N", help="Position; the lowest is evaluated first.")] = 0,
@@ -82,21 +81,18 @@ def change(
     prompt_tokens: Annotated[
         str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only prompts of this length.")
     ] = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Set a rule: what it matches, and its policy fields. Replaces a rule with the same name."""
     given = {"request": request, "lora": lora, "session": session, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
     body = {"order": order, "match": match, "policy": parse_policy(fields or [])}
-    with connect(url) as client:
-        show_answer(client.send("PUT", path_to("rules", name), body), as_json)
+    return service.send("PUT", path_to("rules", name), body)
 
 
 @app.command("delete")
-def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> None:
+@answers()
+def delete(service: Service, name: Name) -> Answer:
     """Delete a rule."""
-    with connect(url) as client:
-        client.send("DELETE", path_to("rules", name))
-    print_answer({"name": name, "deleted": True}, as_json, lambda done: out.print(f"rule deleted: {done['name']}"))
+    service.send("DELETE", path_to("rules", name))
+    return {"name": name, "deleted": True}

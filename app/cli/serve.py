@@ -6,12 +6,11 @@ import gc
 import logging
 
 from kvferry import __version__
-from kvferry.app.cli.console import ExitCode, complain
 
 _log = logging.getLogger(__name__)
 
 
-def serve() -> int:
+def serve() -> None:
     """Run the engine and the admin service until stopped.
 
     Configured by environment variables (KVFERRY_...), a .env file, or the TOML file that KVFERRY_CONFIG names. See
@@ -24,19 +23,10 @@ def serve() -> int:
 
     settings = Settings()
     from kvferry.app.telemetry.logs import start_logging
-    from kvferry.core.errors import StartError
 
     with start_logging(settings) as logs:
         _log.info("starting: kvferry %s, engine %s", __version__, settings.engine.value)
         # Imported late because it takes seconds: a bad setting is reported at once.
         from kvferry.app.serve.process import run
 
-        try:
-            run(settings, logs)
-        except StartError as error:
-            problems = str(error).splitlines()
-        else:
-            return ExitCode.OK
-    for problem in problems:
-        complain(problem)
-    return ExitCode.USAGE
+        run(settings, logs)

@@ -7,9 +7,8 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import SOURCES, count, finite, out, print_answer
-from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import SOURCES, finite
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(
@@ -26,73 +25,58 @@ TenantOption = Annotated[
 
 
 @app.command("list")
-def list_sessions(
-    limit: LimitOption = 20, cursor: CursorOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
+@answers(*COLUMNS, spare=("requests",), empty="no sessions")
+def list_sessions(service: Service, limit: LimitOption = 20, cursor: CursorOption = None) -> Answer:
     """Show the latest sessions, and what served the prompts of their requests."""
-    with connect(url) as client:
-        answer = client.get("sessions", limit=limit, cursor=cursor)
-    show_answer(answer, as_json, *COLUMNS, spare=("requests",), empty="no sessions")
+    return service.get("sessions", limit=limit, cursor=cursor)
 
 
 @app.command("show")
+@answers()
 def show(
-    session: Session,
-    tenant: TenantOption = None,
-    cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    service: Service, session: Session, tenant: TenantOption = None, cache_salt_file: SaltFileOption = None
+) -> Answer:
     """Show one session, and how many tokens of its latest request the device, the pool and each tier hold."""
-    with connect(url) as client:
-        show_answer(client.get(_path(session, tenant_of(tenant, cache_salt_file))), as_json)
+    return service.get(_path(session, tenant_of(tenant, cache_salt_file)))
 
 
 @app.command("retain")
+@answers()
 def retain(
+    service: Service,
     session: Session,
     retain_s: Annotated[float, typer.Argument(callback=finite, min=0, metavar="SECONDS", help="0 ends its leases.")],
     tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Keep its blocks from eviction for a time, or until its next request. Replaces its leases."""
-    path = _path(session, tenant_of(tenant, cache_salt_file))
-    with connect(url) as client:
-        show_answer(client.send("PUT", path, {"retain_s": retain_s}), as_json)
+    return service.send("PUT", _path(session, tenant_of(tenant, cache_salt_file)), {"retain_s": retain_s})
 
 
 @app.command("release")
+@answers()
 def release(
-    session: Session,
-    tenant: TenantOption = None,
-    cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    service: Service, session: Session, tenant: TenantOption = None, cache_salt_file: SaltFileOption = None
+) -> Answer:
     """End its leases. Its blocks that no other session has are evicted next."""
-    with connect(url) as client:
-        client.send("DELETE", _path(session, tenant_of(tenant, cache_salt_file)))
-    print_answer({"id": session, "released": True}, as_json, lambda _: out.print("released"))
+    service.send("DELETE", _path(session, tenant_of(tenant, cache_salt_file)))
+    return {"id": session, "released": True}
 
 
 @app.command("prefetch")
+@answers()
 def prefetch(
+    service: Service,
     session: Session,
     tier: Annotated[
         list[str] | None, typer.Option(help="Only from this tier; may be repeated.", metavar="NAME")
     ] = None,
     tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Load the blocks of its latest request from the tiers into the pool."""
     path = _path(session, tenant_of(tenant, cache_salt_file), "prefetch")
-    with connect(url) as client:
-        answer = client.send("POST", path, {"tiers": tier} if tier else {})
-    print_answer(answer, as_json, lambda begun: out.print(f"being loaded: {count(begun['num_blocks'])} blocks"))
+    return service.send("POST", path, {"tiers": tier} if tier else {})
 
 
 def _path(session: str, tenant: str | None, part: str = "") -> str:

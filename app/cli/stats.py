@@ -27,7 +27,7 @@ from kvferry.app.cli.console import (
     size,
     words,
 )
-from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks, read_problems
+from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks, connected, read_problems
 from kvferry.app.cli.tables import cell, label
 from kvferry.app.telemetry.miss_texts import SHORT
 
@@ -45,6 +45,7 @@ _KNOWN = ("gain_s", "net_s")
 Json = Mapping[str, Any]
 
 
+@connected
 def stats(
     watch: Annotated[bool, typer.Option("--watch", "-w", metavar="", help="Repeat until Ctrl-C.")] = False,
     interval_s: Annotated[

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import SOURCES, clean, count, duration, note, out, print_json, size, words
+from kvferry.app.cli.console import SOURCES, clean, count, duration, note, out, size, words
 
 PADDING = 2
 """Spaces between the columns of a table."""
@@ -32,28 +32,22 @@ Values = list[tuple[str, str]]
 Lists = list[tuple[str, Sequence[Json]]]
 
 
-def show_answer(
-    answer: Json, as_json: bool, *columns: str, spare: Sequence[str] = (), empty: str = "nothing to show"
-) -> None:
-    """Print an answer of the service as JSON, or for people: a page as a table, anything else as a listing.
+def show_answer(answer: Json, *columns: str, spare: Sequence[str] = (), empty: str = "nothing to show") -> None:
+    """Print an answer of the service for people: a page as a table, anything else as a listing.
 
     Args:
         answer: The object that the API answered.
-        as_json: Whether to print JSON.
         columns: Fields of a page's items that make its table, in this order; a part of a field is named `field.part`.
             Without them, all fields are shown. Fields without a value in any item are left out.
         spare: Those of the columns that are left out, one after the other, where the table does not fit the output.
         empty: What is noted for a page without items.
     """
-    if as_json:
-        print_json(answer)
-        return
     name, items = _page_of(answer)
-    rest = {} if columns else {field: value for field, value in answer.items() if field not in (name, "next_cursor")}
-    if rest or name is None:
-        _print_listing(rest)
     if name is None:
+        _print_listing(answer)
         return
+    rest = {} if columns else {field: value for field, value in answer.items() if field not in (name, "next_cursor")}
+    _print_listing(rest)
     if items:
         show_items(items, *columns, spare=spare)
     else:
@@ -157,7 +151,7 @@ def label(name: str) -> str:
         return _LABELS[name]
     for unit in ("_per_s", "_s"):
         name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    return name.removeprefix("num_").replace("_", " ")
 
 
 def cell(name: str, value: Any) -> str:

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import SOURCES, out, print_answer
-from kvferry.app.cli.remote import CursorOption, JsonOption, LimitOption, UrlOption, connect, path_to
-from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.console import SOURCES
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers, path_to
 from kvferry.core.keys import tenant_digest
 
 app = typer.Typer(no_args_is_help=True, help="What each tenant has in the pool, and its limit.")
@@ -40,28 +39,22 @@ def tenant_of(tenant: str | None, salt_file: typer.FileText | None) -> str | Non
 
 
 @app.command("list")
-def list_tenants(
-    limit: LimitOption = 20,
-    cursor: CursorOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@answers(*COLUMNS, spare=("stored_bytes",))
+def list_tenants(service: Service, limit: LimitOption = 20, cursor: CursorOption = None) -> Answer:
     """Show what each tenant has in the pool, its limit, and what served its prompts; the largest first."""
-    with connect(url) as client:
-        answer = client.get("tenants", limit=limit, cursor=cursor)
-    show_answer(answer, as_json, *COLUMNS, spare=("stored_bytes",))
+    return service.get("tenants", limit=limit, cursor=cursor)
 
 
 @app.command("limit")
+@answers()
 def set_limit(
+    service: Service,
     max_pool_bytes: Annotated[
         str, typer.Argument(metavar="SIZE", help="Such as 8GiB, 0 to store nothing, or unlimited.")
     ],
     tenant: TenantArgument = None,
     cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Limit what a tenant may have in the pool. It loses its own coldest blocks beyond that. Survives a restart."""
     from kvferry.app.settings.types import parse_limit
 
@@ -69,24 +62,16 @@ def set_limit(
         body = {"max_pool_bytes": parse_limit(max_pool_bytes)}
     except ValueError as error:
         raise typer.BadParameter(f"{max_pool_bytes!r}: {error}", param_hint="SIZE") from None
-    with connect(url) as client:
-        answer = client.send("PUT", path_to("tenants", _digest(tenant, cache_salt_file)), body)
-    show_answer(answer, as_json)
+    return service.send("PUT", path_to("tenants", _digest(tenant, cache_salt_file)), body)
 
 
 @app.command("unlimit")
-def unset_limit(
-    tenant: TenantArgument = None,
-    cache_salt_file: SaltFileOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@answers()
+def unset_limit(service: Service, tenant: TenantArgument = None, cache_salt_file: SaltFileOption = None) -> Answer:
     """Delete a tenant's limit, so that KVFERRY_TENANT_MAX_BYTES applies."""
     digest = _digest(tenant, cache_salt_file)
-    with connect(url) as client:
-        client.send("DELETE", path_to("tenants", digest))
-    done = {"tenant": digest, "deleted": True}
-    print_answer(done, as_json, lambda done: out.print(f"limit deleted: tenant {done['tenant']}"))
+    service.send("DELETE", path_to("tenants", digest))
+    return {"tenant": digest, "deleted": True}
 
 
 def _digest(tenant: str | None, salt_file: typer.FileText | None) -> str:

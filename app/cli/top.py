@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import suppress
+from typing import Annotated
 
 import typer
 from rich.bar import Bar
@@ -14,12 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.app.cli.console import COLORS, SOURCES, count, duration, out, shares, size, words
-from kvferry.app.cli.remote import UrlOption, connect, read_problems
+from kvferry.app.cli.remote import Service, connected, read_problems
 from kvferry.app.cli.stats import balance_text
-from kvferry.app.cli.tables import items_table
-
-if TYPE_CHECKING:
-    from kvferry.app.client import KVFerryClient
+from kvferry.app.cli.tables import Json, items_table
 
 WINDOW_S = 60
 NUM_REQUESTS = 10
@@ -33,39 +31,34 @@ COLUMNS = (
 )
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
-Json = Mapping[str, Any]
 
-
+@connected
 def top(
+    service: Service,
     interval_s: Annotated[
         float, typer.Option("--interval-s", metavar="SECONDS", min=0.2, max=60, help="Time between updates.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", metavar="", help="Print one view and exit.")] = False,
-    url: UrlOption = None,
-) -> int:
+) -> None:
     """Show live where prompt tokens come from, what moves, how full the pool is, and the requests under way.
 
     Rates are of the last minute. Ends with Ctrl-C; without a terminal, one view is printed.
     """
-    with connect(url) as client:
-        if once or not out.is_terminal:
-            out.print(_view(client))
-            return 0
-        try:
-            with Live(_view(client), console=out, auto_refresh=False, screen=True) as live:
-                while True:
-                    time.sleep(interval_s)
-                    live.update(_view(client), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+    if once or not out.is_terminal:
+        out.print(_view(service))
+        return
+    with suppress(KeyboardInterrupt), Live(_view(service), console=out, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(_view(service), refresh=True)
 
 
-def _view(client: KVFerryClient) -> RenderableType:
-    stats = client.get("stats")
-    history = client.get("stats/history", window_s=WINDOW_S)
-    running = client.get("requests", limit=NUM_REQUESTS, state="running")["items"]
-    running = [*client.get("requests", limit=NUM_REQUESTS, state="loading")["items"], *running][:NUM_REQUESTS]
-    return render(stats, history, running, read_problems(client))
+def _view(service: Service) -> RenderableType:
+    stats = service.get("stats")
+    history = service.get("stats/history", window_s=WINDOW_S)
+    running = service.get("requests", limit=NUM_REQUESTS, state="running")["items"]
+    running = [*service.get("requests", limit=NUM_REQUESTS, state="loading")["items"], *running][:NUM_REQUESTS]
+    return render(stats, history, running, read_problems(service))
 
 
 def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequence[str]) -> RenderableType:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, err, note, out, print_answer, size, words
-from kvferry.app.cli.remote import BlockTokensOption, JsonOption, UrlOption, connect
+from kvferry.app.cli.console import count, duration, err, note, out, size, words
+from kvferry.app.cli.remote import Answer, BlockTokensOption, Result, UrlOption, answers, connect
 from kvferry.app.cli.tables import show_items
 
 _DEVICE_SHARE, _POOL_SHARE = 20, 10
@@ -21,33 +21,6 @@ _MULTIPLES = (0.5, 1.0, 2.0)
 _WATERMARK_BLOCKS = 64
 _POINTS_PER_ROW = 4
 """Points of the curve for a row of the table, whose sizes are powers of two times the first."""
-
-
-def what_if(
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Replay a trace with each policy and mode; no server."),
-    ] = None,
-    block_tokens: BlockTokensOption = None,
-    pool_blocks: Annotated[
-        int | None, typer.Option(min=1, help="With --trace: size of the pool in the trace's blocks.")
-    ] = None,
-    device_blocks: Annotated[
-        int | None, typer.Option(min=1, help="With --trace: size of the device in blocks.")
-    ] = None,
-    token_bytes: Annotated[int, typer.Option(min=1, help="With --trace: bytes of one token in the pool.")] = 131_072,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show what caches of other sizes would have served, or what each policy and mode serves of a trace."""
-    if trace is None and (pool_blocks or device_blocks):
-        raise typer.BadParameter("only with --trace; of a service, its own sizes are shown")
-    if trace is None:
-        with connect(url) as client:
-            answer = client.get("what-if")
-        print_answer(answer, as_json, _print)
-    else:
-        print_answer(_replay(trace, block_tokens, pool_blocks, device_blocks, token_bytes), as_json, _print_replay)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -75,6 +48,31 @@ def _print(answer: Mapping[str, Any]) -> None:
         out.print(f"the next GiB: {tokens:,.0f} more prompt tokens an hour found{worth}")
     for text in answer["notes"]:
         note(text)
+
+
+@answers(show=_print)
+def what_if(
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Replay a trace with each policy and mode; no server."),
+    ] = None,
+    block_tokens: BlockTokensOption = None,
+    pool_blocks: Annotated[
+        int | None, typer.Option(min=1, help="With --trace: size of the pool in the trace's blocks.")
+    ] = None,
+    device_blocks: Annotated[
+        int | None, typer.Option(min=1, help="With --trace: size of the device in blocks.")
+    ] = None,
+    token_bytes: Annotated[int, typer.Option(min=1, help="With --trace: bytes of one token in the pool.")] = 131_072,
+    url: UrlOption = None,
+) -> Answer:
+    """Show what caches of other sizes would have served, or what each policy and mode serves of a trace."""
+    if trace is None and (pool_blocks or device_blocks):
+        raise typer.BadParameter("only with --trace; of a service, its own sizes are shown")
+    if trace is None:
+        with connect(url) as service:
+            return service.get("what-if")
+    return Result(_replay(trace, block_tokens, pool_blocks, device_blocks, token_bytes), _print_replay)
 
 
 # --- traces -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,8 +41,8 @@ def test_flush_prints_what_it_copied(flushable: tuple[Service, ToyTier], run: Ru
     assert (one.json["name"], one.json["state"], one.json["tenant"]) == ("disk", "done", "1*")
     assert 0 < one.json["stored_blocks"] == one.json["num_blocks"] == len(tier.blocks)
     done = run("tiers", "flush", "disk", URL=service.url)
-    num_blocks = len(tier.blocks)
-    assert (done.code, done.out) == (0, f"flush of tier disk done: {num_blocks} of {num_blocks} blocks\n")
+    assert done.code == 0
+    assert re.search(rf"^stored blocks +{len(tier.blocks)} *$", done.out, re.MULTILINE)
 
 
 def test_flush_that_is_refused_or_fails_says_why(flushable: tuple[Service, ToyTier], run: Run) -> None:
@@ -50,8 +51,9 @@ def test_flush_that_is_refused_or_fails_says_why(flushable: tuple[Service, ToyTi
     assert (unknown.code, "no tier called none" in unknown.err) == (1, True)
     tier.raises = {"store"}
     failed = run("tiers", "flush", "disk", URL=service.url)
-    assert (failed.code, "flush of tier disk failed: 0 of" in failed.out) == (1, True)
-    assert "store failed" in failed.err
+    assert failed.code == 1
+    assert re.search(r"^state +failed *$", failed.out, re.MULTILINE)
+    assert "store failed" in failed.out
 
 
 def test_ctrl_c_ends_the_flush(flushable: tuple[Service, ToyTier], tmp_path: Path) -> None:

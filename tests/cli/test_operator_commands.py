@@ -178,9 +178,9 @@ def test_blocks_pin_and_unpin(ask: Run) -> None:
     assert [item["hash"] for item in ask("blocks", "--limit", "3", "--json").json["items"]] == hashes
     pinned = ask("pin", hashes[0], "--ttl-s", "60")
     assert pinned.code == 0
-    assert "pinned until 20" in pinned.out
+    assert re.search(r"^pinned until +20", pinned.out, re.MULTILINE)
     assert re.search(r"^state +pinned *$", ask("blocks", hashes[0]).out, re.MULTILINE)
-    assert ask("unpin", hashes[0]).out == "pin removed\n"
+    assert re.search(r"^pinned until +- *$", ask("unpin", hashes[0]).out, re.MULTILINE)
     assert ask("blocks", hashes[0], "--json").json["pinned_until"] is None
     again = ask("unpin", hashes[0])
     assert again.code == 1

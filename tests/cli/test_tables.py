@@ -45,7 +45,7 @@ def shown(
     monkeypatch.setattr(console, "out", output)
     if is_wide:
         console.widen()
-    tables.show_answer(answer, False, *columns)
+    tables.show_answer(answer, *columns)
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
