@@ -143,7 +143,7 @@ class Traces(SpanProcessor):
     def degraded(self) -> list[str]:
         """Return why spans are not sent; empty if the latest were."""
         fault = self._exporter.fault
-        return [] if fault is None else [f"traces: {fault}; check the collector and OTEL_EXPORTER_OTLP_ENDPOINT"]
+        return [] if fault is None else [f"traces: {fault}; check the collector and the OTEL_EXPORTER_OTLP_* variables"]
 
     def begin(self, headers: Mapping[str, str] | None, arrived_s: float) -> TracedCall | None:
         """Return the call, unless the client's `traceparent` leaves it out. Thread: any."""
@@ -172,8 +172,6 @@ class Traces(SpanProcessor):
         thread.start()
         thread.join(CLOSE_S)
         self._exporter.shutdown()
-        if not thread.is_alive():
-            self._exporter.unmute()
         if thread.is_alive() or self._num_accepted > self._exporter.num_taken:
             _log.warning("traces: the last spans were not sent within %.0f s", CLOSE_S)
 
@@ -188,37 +186,31 @@ class _CountingExporter(SpanExporter):
         self.num_failed = 0
         self.fault: str | None = None
         """Why the latest spans were not sent."""
-        self._is_shut_down = False
         self._log = RateLimitedLogger(_log)
-        self._muted = _MutedLog()
-        self._muted.mute_thread()
+        for name in _EXPORTER_LOGGERS:
+            logging.getLogger(name).addFilter(_quiet_log)
+        for name in _CLIENT_LOGGERS:
+            logging.getLogger(name).disabled = True
         try:
             self._exporter: SpanExporter = OTLPSpanExporter()
         except Exception as error:
             raise StartError(f"KVFERRY_TRACES=otlp: the exporter cannot be made: {type(error).__name__}") from error
-        finally:
-            self._muted.unmute_thread()
-        if self._muted.num_lines:
-            _log.warning(
-                "traces: an OTEL_EXPORTER_OTLP_* variable is invalid and ignored; headers are written NAME=VALUE,..."
-            )
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans. Thread: the SDK's."""
         self.num_taken += len(spans)
-        self._muted.reason = ""
-        self._muted.mute_thread()
+        _quiet_log.reason = ""
         try:
             result = self._exporter.export(spans)
         except Exception as error:  # noqa: BLE001 - the SDK would log it
-            self._muted.reason, result = type(error).__name__, SpanExportResult.FAILURE
+            _quiet_log.reason, result = type(error).__name__, SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             self.num_exported += len(spans)
             if self.fault is not None:
                 self._log.log(logging.INFO, "again", "traces: spans are sent again")
             self.fault = None
             return result
-        fault = f"spans cannot be sent: {self._muted.reason or 'unknown error'}"
+        fault = f"spans cannot be sent: {_quiet_log.reason or 'unknown error'}"
         if self.fault is None:
             self._log.log(logging.WARNING, "fault", "traces: %s; requests are not affected", fault)
         # Before they are counted, so that a client which reads the count finds the reason.
@@ -228,50 +220,16 @@ class _CountingExporter(SpanExporter):
 
     def shutdown(self) -> None:
         """End what is being sent. May be called again."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._exporter.shutdown()
-
-    def unmute(self) -> None:
-        """Let the exporter log again."""
-        self._muted.remove()
+        self._exporter.shutdown()
 
 
-class _MutedLog(logging.Filter):
-    """Keeps the exporter's log lines out of the log on some threads, and keeps the latest reason of a failure.
+class _QuietLog(logging.Filter):
+    """Keeps lines of the exporter out of the log, whose texts may have secrets, and the latest reason of a failure."""
 
-    The exporter logs each attempt, and its texts may contain headers and URLs with secrets. What is logged about the
-    headers of clients is kept out on all threads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reason = ""
-        self.num_lines = 0
-        self._threads: set[int] = set()
-        for name in (*_EXPORTER_LOGGERS, *_CLIENT_LOGGERS):
-            logging.getLogger(name).addFilter(self)
-
-    def mute_thread(self) -> None:
-        """Keep what the calling thread causes out of the log."""
-        self._threads.add(threading.get_ident())
-
-    def unmute_thread(self) -> None:
-        """Undo `mute_thread`."""
-        self._threads.discard(threading.get_ident())
-
-    def remove(self) -> None:
-        """Remove the filter."""
-        for name in (*_EXPORTER_LOGGERS, *_CLIENT_LOGGERS):
-            logging.getLogger(name).removeFilter(self)
+    reason = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
-        if record.name in _CLIENT_LOGGERS:
-            return False
-        if record.thread not in self._threads:
-            return True
-        self.num_lines += 1
         args = record.args if isinstance(record.args, tuple) else ()
         error = next((arg for arg in args if isinstance(arg, Exception)), None)
         if error is not None:
@@ -279,6 +237,9 @@ class _MutedLog(logging.Filter):
         elif len(args) > 1:
             self.reason = record.getMessage()[:200]
         return False
+
+
+_quiet_log = _QuietLog()
 
 
 def _request_attributes(view: RequestView) -> dict[str, str | int | float]:
