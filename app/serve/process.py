@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.common.discovery import announce_service
+from kvferry.app.engines.embedded.block_pool import HASH_SEED, BlockPool, hash_prompt
 from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.pool.recovery import open_kept_file
@@ -32,13 +33,13 @@ from kvferry.app.service.server import (
     url_of,
 )
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
-from kvferry.app.service.startup import StartProgress, enable_crash_report, return_large_allocations
+from kvferry.app.service.startup import StartProgress, enable_crash_report
 from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
 from kvferry.app.telemetry.logs import LogPipe
-from kvferry.core.engine_api import DeviceView, HashPrompt
+from kvferry.core.engine_api import HashPrompt
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -63,7 +64,6 @@ it; with Python's 5 ms, threads that compute delay responses by seconds."""
 def run(settings: Settings, logs: LogPipe) -> None:
     """Serve until SIGINT or SIGTERM, with the garbage collector enabled once it starts to. Raises `StartError`."""
     enable_crash_report()
-    return_large_allocations()
     raise_file_limit()
     sys.setswitchinterval(THREAD_SWITCH_S)
     with listen(settings.host, settings.port) as listener, listen_for_metrics(settings) as metrics:
@@ -91,32 +91,6 @@ def run(settings: Settings, logs: LogPipe) -> None:
             gc.enable()
             server.run(sockets=[listener])
     _log.info("stopped")
-
-
-class NoDevice:
-    """The device blocks of a process without an engine: none."""
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """See `DeviceView`."""
-
-    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """See `DeviceView`."""
-
-    def free_blocks(self) -> Iterator[int]:
-        """See `DeviceView`."""
-        return iter(())
-
-    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
-        """See `DeviceView`."""
-        return [None] * len(block_ids)
-
-    def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """See `DeviceView`."""
-        return [False] * len(keys)
-
-    def take_allocated(self, among: Container[int]) -> Mapping[int, bytes | None]:
-        """See `DeviceView`."""
-        return {}
 
 
 class Process:
@@ -194,7 +168,6 @@ class Process:
     def _bind_engine(self, undo: ExitStack) -> tuple[EngineBinding, NameClaim]:
         """Return the engine as the service sees it, and the claim of its name."""
         engine, settings = self.engine, self._settings
-        device: DeviceView
         fingerprint: dict[str, object]
         hash_blocks: HashPrompt | None = None
         decode: Callable[[Sequence[int]], str] | None = None
@@ -202,10 +175,8 @@ class Process:
             info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
             group = GroupSpec(settings.block_size, BARE_BLOCK_BYTES)
             fingerprint = {"engine": "none", "block_size": settings.block_size}
-            device, device_bytes = NoDevice(), 0
+            device, device_bytes = BlockPool(0), 0
         else:
-            from kvferry.app.engines.embedded.block_pool import HASH_SEED, hash_prompt
-
             model, block_size = engine.model, engine.settings.block_size
             info = EngineInfo("embedded", model.name, str(model.device), block_size, groups=1, workers=1)
             group = GroupSpec(block_size, engine.block_bytes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import io
 import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvferry.app.service.stop_signals import check_stop
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
-LARGE_BYTES = 1 << 20
 _PHASES = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 
 
 class StartProgress:
@@ -59,28 +56,10 @@ class StartProgress:
 
 def enable_crash_report() -> None:
     """Print every thread's stack to stderr on a fatal signal such as SIGBUS, unless the process does so already."""
-    if faulthandler.is_enabled():
-        return
-    try:
-        faulthandler.enable()
-    except (AttributeError, RuntimeError, ValueError, io.UnsupportedOperation):
-        # The process has no stderr, or one without a file behind it.
-        return
-
-
-def return_large_allocations() -> None:
-    """Have glibc return memory of large allocations to the system once they are freed.
-
-    By default glibc raises the threshold for this to the largest allocation freed, so that the memory of request bodies
-    stays with the process.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        # Another C library.
-        return
-    if not (mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, 8 * LARGE_BYTES)):
-        _log.debug("mallopt refused a threshold of %d bytes", LARGE_BYTES)
+    # The process may have no stderr, or one without a file behind it.
+    with suppress(AttributeError, RuntimeError, ValueError, io.UnsupportedOperation):
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 def load_traces(settings: Settings) -> type[Traces] | None:

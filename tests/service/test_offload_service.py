@@ -16,7 +16,7 @@ import pytest
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.events import render
 from kvferry.app.common.threads import ThreadCounts
-from kvferry.app.serve.process import NoDevice
+from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
@@ -67,7 +67,7 @@ def make_service(
         info=EngineInfo("toy", "toy", "cpu", 16, groups=1, workers=1),
         layout=GroupLayout([GroupSpec(16, SLOT_BYTES)]),
         fingerprint={},
-        device=NoDevice(),
+        device=BlockPool(0),
         watermark_blocks=1,
         hooks=hooks or EngineHooks(),
         sinks=sinks,
