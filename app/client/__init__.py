@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_sse import SSEError, connect_sse
 
-from kvferry.app.client.answer_limits import BadAnswer, limit_answer
-
 Json = dict[str, Any]
 
 ADMIN = "/admin/v1/"
@@ -75,7 +73,6 @@ class KVFerryClient:
         self.token = token
         self._http = httpx.Client(
             **http_options(self.url, self.token),
-            event_hooks={"response": [limit_answer]},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
         )
 
@@ -128,8 +125,6 @@ class KVFerryClient:
             raise Unreachable(self.url, "no answer in time") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unreachable(self.url, str(error) or type(error).__name__) from error
-        except BadAnswer as error:
-            raise ClientError(f"{self.url}: {error}") from error
 
 
 def _full(path: str) -> str:

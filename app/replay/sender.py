@@ -13,16 +13,11 @@ from httpx_sse import SSEError, aconnect_sse
 from pydantic import BaseModel, Field, ValidationError
 
 from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, Refused, http_options, refusal
-from kvferry.app.client.answer_limits import BadAnswer, limit_async_answer
 
 READ_TIMEOUT_S = 600.0
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MAX_FAULT_CHARS = 200
-MAX_CHOICES = 16
-"""Of a chunk; one is requested."""
-MAX_TEXT_CHARS = 4 << 20
-"""Of an answer."""
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
@@ -76,7 +71,7 @@ class _Usage(BaseModel):
 class _Chunk(BaseModel):
     """Fields of a stream's chunk that are used here; engines send others too."""
 
-    choices: Annotated[list[_Choice], Field(max_length=MAX_CHOICES)]
+    choices: list[_Choice]
     usage: _Usage | None = None
 
 
@@ -92,10 +87,7 @@ def open_client(engine: KVFerryClient, concurrency: int) -> httpx.AsyncClient:
     """Return a client for `send`, with URL and token of `engine`."""
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    hooks = {"response": [limit_async_answer]}
-    return httpx.AsyncClient(
-        **http_options(engine.url, engine.token), event_hooks=hooks, limits=limits, timeout=timeout
-    )
+    return httpx.AsyncClient(**http_options(engine.url, engine.token), limits=limits, timeout=timeout)
 
 
 async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], request_id: str) -> Answer:
@@ -103,7 +95,6 @@ async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], re
     sent_s = time.perf_counter()
     answer, finished = Answer(), False
     texts: list[str] = []
-    num_chars = 0
     error: str | None = None
     status: int | None = None
     try:
@@ -121,17 +112,10 @@ async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], re
                 count = sum(map(_num_tokens, chunk.choices))
                 if count and answer.first_token_s is None:
                     answer = replace(answer, first_token_s=time.perf_counter() - sent_s)
-                text = "".join(map(_text, chunk.choices))
-                num_chars += len(text)
-                if num_chars > MAX_TEXT_CHARS:
-                    raise BadAnswer(f"text is longer than {MAX_TEXT_CHARS >> 20} Mi characters")
-                if text:
-                    texts.append(text)
+                texts += map(_text, chunk.choices)
                 answer = _with_usage(replace(answer, output_tokens=answer.output_tokens + count), chunk.usage)
     except (httpx.HTTPError, httpx.StreamError, SSEError) as failed:
         error = f"{type(failed).__name__}: {failed}".rstrip(": ")
-    except BadAnswer as failed:
-        error = str(failed)
     except ClientError as failed:
         error, status = str(failed), failed.status if isinstance(failed, Refused) else None
     if error is None and not finished:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import gzip
-import json
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 
 from kvferry.app.cli.remote import connect
-from kvferry.app.client import ClientError, KVFerryClient, Refused, Unreachable
-from kvferry.app.client.answer_limits import BadAnswer, limit_answer
-from kvferry.app.replay.sender import COMPLETIONS, Answer, open_client, send
+from kvferry.app.client import KVFerryClient, Refused, Unreachable
 from kvferry.app.settings import BadSettings
 from kvferry.app.settings.connection import find_connection
 from tests.harness.http_server import serve
@@ -152,80 +145,3 @@ def test_a_stream_that_breaks_off_is_unreachable() -> None:
 def test_the_token_does_not_show() -> None:
     with KVFerryClient("http://127.0.0.1:1", "hunter2-hunter2") as client:
         assert "hunter2" not in repr(client)
-
-
-PART = b"x" * (1 << 20)
-TEXT = b'data: {"choices": [{"text": "' + PART + b'"}]}\n\n'
-
-
-def endless(*, first: bytes = b"", part: bytes = PART, num_parts: int) -> Iterator[bytes]:
-    """A body that is long enough to be refused, and short enough for a client without a limit."""
-    yield first
-    for _ in range(num_parts):
-        yield part
-
-
-def bomb() -> Iterator[bytes]:
-    yield gzip.compress(b"data: " + PART)
-
-
-@pytest.mark.parametrize(
-    ("status", "headers", "body", "said"),
-    [
-        (200, {}, lambda: endless(first=b"data: ", num_parts=9), "event of the stream is longer than 8 MiB"),
-        (200, {}, lambda: endless(part=b"data: " + PART + b"\n", num_parts=9), "event of the stream is longer"),
-        (200, {}, lambda: endless(part=TEXT, num_parts=5), "text is longer than 4 Mi characters"),
-        (200, {}, lambda: [b'data: {"choices": [' + b"{}," * 99 + b"{}]}\n\n"], "choices: .*at most 16"),
-        (200, {"Content-Encoding": "gzip"}, bomb, r"answer is compressed \(gzip\)"),
-        (503, {"Content-Type": "text/plain"}, lambda: endless(num_parts=65), "answer is longer than 64 MiB"),
-    ],
-    ids=["line", "event", "text", "choices", "compressed", "refusal"],
-)
-def test_an_engine_that_sends_without_end_fails_the_request(
-    status: int, headers: dict[str, str], body: Callable[[], Iterable[bytes]], said: str
-) -> None:
-    app = FastAPI()
-
-    @app.post("/v1/completions")
-    def complete() -> StreamingResponse:
-        return StreamingResponse(body(), status, {"Content-Type": "text/event-stream"} | headers)
-
-    async def ask(engine: KVFerryClient) -> Answer:
-        async with open_client(engine, 1) as client:
-            return await send(client, COMPLETIONS, {}, "r")
-
-    with serve(app) as running, KVFerryClient(running.url, None) as engine:
-        answer = asyncio.run(ask(engine))
-    assert re.search(said, answer.error or "")
-
-
-def test_an_answer_that_does_not_end_is_refused() -> None:
-    app = FastAPI()
-    app.get("/v1/models")(lambda: StreamingResponse(endless(num_parts=65), media_type="application/json"))
-    app.get("/events")(lambda: StreamingResponse(endless(num_parts=9), media_type="text/event-stream"))
-    with serve(app) as running, KVFerryClient(running.url, None) as client:
-        with pytest.raises(ClientError, match="answer is longer than 64 MiB"):
-            client.get("/v1/models")
-        with pytest.raises(ClientError, match="event of the stream is longer than 8 MiB"):
-            next(client.events("/events"))
-
-
-def test_answer_that_takes_too_long_is_refused() -> None:
-    app = FastAPI()
-    app.get("/v1/models")(lambda: StreamingResponse(iter([b"{", b" ", b"}"]), media_type="application/json"))
-    app.get("/events")(lambda: StreamingResponse(iter([b"data: {}\n\n"]), media_type="text/event-stream"))
-    limit = {"response": [partial(limit_answer, max_s=0.0)]}
-    with serve(app) as running, running.client(event_hooks=limit) as client:
-        with pytest.raises(BadAnswer, match="answer has not ended within 0 s"):
-            client.get("/v1/models")
-        assert client.get("/events").text == "data: {}\n\n", "streams have no limit"
-
-
-def test_events_of_a_stream_longer_than_one_may_be_are_read() -> None:
-    event = b"data: " + json.dumps({"text": PART.decode()}).encode()
-    app = FastAPI()
-    # The end of each event is in two parts.
-    parts = [event + b"\r\n\r", b"\n"] * 10
-    app.get("/events")(lambda: StreamingResponse(iter(parts), media_type="text/event-stream"))
-    with serve(app) as running, KVFerryClient(running.url, None) as client:
-        assert sum(1 for _ in client.events("/events")) == 10
