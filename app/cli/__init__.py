@@ -24,28 +24,15 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # The locale's encoding may lack characters of tables and of names.
             stream.reconfigure(errors="replace")
-    if given[:1] == ["serve"]:
-        return _serve(given)
+    is_serving = given[:1] == ["serve"]
+    if is_serving:
+        # Until the server handles signals itself, one closes everything opened so far, in order.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
     try:
-        return _run(given)
+        from kvferry.app.cli.entry import run_command
+
+        return run_command(given)
     except KeyboardInterrupt:
         # While it was still importing.
-        return 1
-
-
-def _serve(args: list[str]) -> int:
-    """Run `serve`. A signal before the server handles signals itself closes everything opened so far, in order."""
-    from kvferry.app.service.stop_signals import is_stop_requested, stop_on_signals
-
-    stop_on_signals((signal.SIGTERM, signal.SIGINT))
-    try:
-        code = _run(args)
-    except KeyboardInterrupt:
-        code = 0
-    return 0 if is_stop_requested() else code
-
-
-def _run(args: list[str]) -> int:
-    from kvferry.app.cli.entry import run_command
-
-    return run_command(args)
+        return 0 if is_serving else 1

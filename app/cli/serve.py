@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import suppress
 
 from kvferry import __version__
 
@@ -24,7 +25,7 @@ def serve() -> None:
     settings = Settings()
     from kvferry.app.telemetry.logs import start_logging
 
-    with start_logging(settings) as logs:
+    with suppress(KeyboardInterrupt), start_logging(settings) as logs:
         _log.info("starting: kvferry %s, engine %s", __version__, settings.engine.value)
         # Imported late because it takes seconds: a bad setting is reported at once.
         from kvferry.app.serve.process import run

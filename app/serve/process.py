@@ -34,7 +34,6 @@ from kvferry.app.service.server import (
 )
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.startup import StartProgress, enable_crash_report
-from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine
 from kvferry.app.store import NameClaim, claim_name
@@ -80,7 +79,6 @@ def run(settings: Settings, logs: LogPipe) -> None:
             # From here a signal stops the server, and raises nothing.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, server.handle_exit)
-            check_stop()
             metrics_url = None if metrics is None else url_of(metrics)
             undo.callback(announce_service(settings.state_dir, process.name, url_of(listener), metrics_url=metrics_url))
             _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))

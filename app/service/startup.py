@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvferry.app.service.stop_signals import check_stop
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import TraceExport
 from kvferry.core.errors import StartError
@@ -27,7 +26,7 @@ _PHASES = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
 
 
 class StartProgress:
-    """The stage of a start, which began at `started_s` of the monotonic clock. Thread: any, but for `note`."""
+    """The stage of a start, which began at `started_s` of the monotonic clock. Thread: any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.started_s = time.monotonic()
@@ -36,8 +35,7 @@ class StartProgress:
         self._logged_s = clock()
 
     def note(self, stage: str) -> None:
-        """Set the stage. Raises `KeyboardInterrupt` if the process has to stop. Thread: main."""
-        check_stop()
+        """Set the stage."""
         self._stage = stage
 
     def note_pool(self, phase: PoolPhase, done_bytes: int, total_bytes: int) -> None:
