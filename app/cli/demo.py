@@ -103,21 +103,22 @@ def _target(url: str | None, admin_url: str | None, workload: Sequence[Conversat
     if admin_url is not None and url is None:
         raise typer.BadParameter("name the engine with --url, too", param_hint="--admin-url")
     with ExitStack() as opened:
-        is_own = False
         # Also names the option whose URL is invalid.
         connection = find_engine(url, Connection("", None), "--url")
-        admin = opened.enter_context(connect(admin_url)) if admin_url is not None else None
-        if url is None:
-            admin = _local_service(opened)
-            is_own = admin is None
-            if admin is None:
-                note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
-                admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), None))
-        elif admin is None and "degraded" in read_ready(opened.enter_context(KVFerryClient(connection.url, None))):
-            # It is kvferry, which was sent no token so far.
-            admin = opened.enter_context(connect(connection.url))
-        if admin is not None:
-            connection = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
+        is_own = False
+        if url is not None:
+            # No token is sent to an engine alone.
+            stranger = opened.enter_context(KVFerryClient(connection.url, None))
+            if admin_url is None and "degraded" not in read_ready(stranger):
+                raise typer.BadParameter(f"{url} has no admin API of kvferry; name it", param_hint="--admin-url")
+            admin = opened.enter_context(connect(admin_url or url))
+        elif (local := _local_service(opened)) is not None:
+            admin = local
+        else:
+            is_own = True
+            note("starting an engine for the demo: the built-in model `tiny`, which is untrained, on CPU")
+            admin = opened.enter_context(KVFerryClient(opened.enter_context(own_engine(_settings(workload))), None))
+        connection = find_engine(url, Connection(admin.url, admin.token), "--url", is_found=not is_own)
         engine = opened.enter_context(KVFerryClient(connection.url, connection.token))
         model = served_model(engine)
         yield run_async(lambda: probe(engine, model, admin, secrets.token_hex(4))), is_own
@@ -166,17 +167,10 @@ def _compare(target: Target, workload: Sequence[Conversation], seed: int, as_jso
             "set --turns or --scale lower"
         )
     run_id = secrets.token_hex(3)
-    if target.admin is not None:
-        plans = [
-            PassPlan("without offloading", f"{run_id}-without", WITHOUT_OFFLOADING),
-            PassPlan("with offloading", f"{run_id}-with", {}),
-        ]
-    else:
-        plans = [PassPlan("first time", run_id, {}), PassPlan("again", run_id, {})]
-        note(
-            f"{target.engine.url} has no admin API of kvferry, so offloading cannot be switched off there: the same "
-            "prompts are sent twice, and the first time is compared with the second"
-        )
+    plans = [
+        PassPlan("without offloading", f"{run_id}-without", WITHOUT_OFFLOADING),
+        PassPlan("with offloading", f"{run_id}-with", {}),
+    ]
     _introduce(target, workload)
     passes: list[Pass] = []
     for plan in plans:
@@ -203,8 +197,7 @@ def _introduce(target: Target, workload: Sequence[Conversation]) -> None:
         f"{count(agents)} of them of agents with tools, {count(len(workload[0].turns))} requests each, in the end "
         f"about {count(tokens)} tokens"
     )
-    if target.admin is not None:
-        note(f"watch it live: {target.admin.url}/ui/ (the requests of the first pass forbid storing and loading)")
+    note(f"watch it live: {target.admin.url}/ui/ (the requests of the first pass forbid storing and loading)")
 
 
 def _run(current: Pass, workload: Sequence[Conversation], run_id: str, *, quiet: bool) -> None:
@@ -239,19 +232,13 @@ def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> 
     row("requests", [result.requests for result in results], count)
     if any(result.failed for result in results):
         row("  failed", [result.failed for result in results], count)
+    # All from the server's counters, so that the rows add up: clients count no tokens of requests that failed.
     caches = [result.cache for result in results]
-    if all(cache is None for cache in caches):
-        row("prompt tokens", [result.prompt_tokens for result in results], count)
-        computed = [_computed(result) for result in results]
-        row("  computed", computed, count, _fewer(computed))
-        row("  from the engine's cache", [result.cached_tokens for result in results], count)
-    else:
-        # All from the server's counters, so that the rows add up: clients count no tokens of requests that failed.
-        row("prompt tokens", [None if one is None else one.prompt_tokens for one in caches], count)
-        computed = [None if one is None else one.recomputed_tokens for one in caches]
-        row("  computed", computed, count, _fewer(computed))
-        row("  from the device", [None if one is None else one.device_tokens for one in caches], count)
-        row("  from the pool and tiers", [None if one is None else _loaded(one) for one in caches], count)
+    row("prompt tokens", [None if one is None else one.prompt_tokens for one in caches], count)
+    computed = [_computed(result) for result in results]
+    row("  computed", computed, count, _fewer(computed))
+    row("  from the device", [None if one is None else one.device_tokens for one in caches], count)
+    row("  from the pool and tiers", [None if one is None else _loaded(one) for one in caches], count)
     row("total time", [result.total_s for result in results], duration)
     return table
 
@@ -266,9 +253,7 @@ def _loaded_nothing(result: PassResult) -> bool:
 
 
 def _computed(result: PassResult) -> int | None:
-    if result.cache is not None:
-        return result.cache.recomputed_tokens
-    return None if result.cached_tokens is None else result.prompt_tokens - result.cached_tokens
+    return None if result.cache is None else result.cache.recomputed_tokens
 
 
 def _change(times: Sequence[float | None]) -> str:
@@ -293,9 +278,9 @@ def _fewer(numbers: Sequence[int | None]) -> str:
 def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterator[str]:
     """Yield what the numbers do not say by themselves, and where to look next."""
     first, last = (one.result() for one in passes)
-    known = [] if target.admin is None else _known_requests(target.admin, passes[-1])
+    known = _known_requests(target.admin, passes[-1])
     medians = [result.first_token_s.get("p50") for result in (first, last)]
-    if target.admin is not None and medians[0] and medians[1] and medians[1] > medians[0] * SAME:
+    if medians[0] and medians[1] and medians[1] > medians[0] * SAME:
         yield "Offloading was slower in this run."
     if last.cache is not None and not last.cache.stored_blocks:
         yield "The pass with offloading stored nothing: its policy forbids it (kvferry policy show), or a rule does."
@@ -321,7 +306,7 @@ def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterat
             "Next: keep an engine running with `kvferry serve`; `kvferry demo` then runs there, and "
             "http://127.0.0.1:8787/ui/ shows what happens and why."
         )
-    elif target.admin is not None:
+    else:
         # Most of it was loaded.
         example = max(known, key=lambda item: item["prompt_tokens"]["host_hit"])["id"] if known else "ID"
         yield f"Next: {target.admin.url}/ui/ shows it; kvferry why {example} explains a request."
@@ -339,7 +324,7 @@ def _as_json(
     return {
         "url": target.engine.url,
         "model": target.model.name,
-        "compared": "offloading" if target.admin is not None else "repetition",
+        "compared": "offloading",
         "seed": seed,
         "conversations": len(workload),
         "passes": [asdict(result) | {"computed_tokens": _computed(result)} for result in results],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -94,13 +93,13 @@ def note_way_back(group: str, patch: Mapping[str, Any]) -> None:
 
 def parse_policy(fields: Sequence[str]) -> dict[str, Any]:
     """Parse the fields of a policy as `parse_fields` does, and refuse unknown ones with a suggestion."""
+    from kvferry.app.settings.errors import suggestion
     from kvferry.core.policy import POLICY_FIELDS
 
     patch = parse_fields(fields)
     for name in patch:
         if name not in POLICY_FIELDS:
-            near = difflib.get_close_matches(name, POLICY_FIELDS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICY_FIELDS)}"
+            advice = suggestion(name, POLICY_FIELDS, "there are")
             raise typer.BadParameter(f"{name} is no field of a policy; {advice}", param_hint="FIELD=VALUE")
     return patch
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess  # nosec B404 # the command is our own
 import sys
 import tempfile
@@ -23,15 +21,13 @@ STOP_S = 20.0
 POLL_S = 0.05
 MAX_LOG_LINES = 5
 _SERVE = (sys.executable, "-m", "kvferry.app.cli", "serve")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @contextmanager
 def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
     """Serve with these settings on a free port of loopback, and yield the URL once it is ready.
 
-    Process and files are gone afterwards. If this process is killed, the other one ends too. Raises `StartError`.
+    Process and files are gone afterwards. Raises `StartError`.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -49,7 +45,6 @@ def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
                 stderr=log,
                 # Signals of the terminal are for the demonstration, which stops the engine then.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
         try:
             yield _ready_url(folder, process)
@@ -60,10 +55,6 @@ def own_engine(settings: Mapping[str, object]) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _ready_url(folder: Path, process: subprocess.Popen[bytes]) -> str:

@@ -12,12 +12,11 @@ import httpx
 
 from kvferry.app.client import Json, KVFerryClient
 from kvferry.app.replay.report import CacheUse, cache_use, first_token_times, named_errors, settled_stats
-from kvferry.app.replay.sender import CHAT, COMPLETIONS, Answer, Model, open_client, send
+from kvferry.app.replay.sender import COMPLETIONS, Answer, Model, open_client, send
 from kvferry.app.replay.workload import Conversation, Message, Transcript, as_text, make_text
 
 QUANTILES = (50, 95)
 PROBE_CHARS = 600
-NOT_FOUND = (404, 405)
 WITHOUT_OFFLOADING: Mapping[str, Any] = {"kv_transfer_params": {"store": False, "load": False}}
 
 
@@ -27,21 +26,25 @@ class BadEngine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The engine, and the admin API of its offloading; None for an engine without kvferry."""
+    """The engine, and the admin API of its offloading."""
 
     engine: KVFerryClient
     model: Model
-    admin: KVFerryClient | None
-    path: str = COMPLETIONS
+    admin: KVFerryClient
     chars_per_token: float = 1.0
 
     def body(self, messages: Sequence[Message], output_tokens: int, params: Mapping[str, Any]) -> Json:
         """Return the body of a request for the next message of the assistant."""
-        prompt = {"prompt": as_text(messages)} if self.path == COMPLETIONS else {"messages": list(messages)}
-        # Other engines may refuse fields that OpenAI's API does not have.
-        ours = {"ignore_eos": True, "return_token_ids": True} if self.admin is not None else {}
-        common = {"max_tokens": output_tokens, "temperature": 0.0, "stream_options": {"include_usage": True}}
-        return {"model": self.model.name, **prompt, **common, **ours, **params}
+        return {
+            "model": self.model.name,
+            "prompt": as_text(messages),
+            "max_tokens": output_tokens,
+            "temperature": 0.0,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **params,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class TurnResult:
 class PassResult:
     """Result of a pass, so far or complete. Tokens of requests that failed do not count.
 
-    `cached_tokens` is None if the engine does not report it, `cache` if it has no admin API or has restarted.
+    `cached_tokens` is None if the engine does not report it, `cache` if it has restarted.
     """
 
     title: str
@@ -92,7 +95,7 @@ class Pass:
         self._seed = seed
         self._started_s = time.perf_counter()
         self._total_s: float | None = None
-        self._before = None if target.admin is None else settled_stats(target.admin)
+        self._before = settled_stats(target.admin)
         self._after: Json | None = None
 
     async def run(self, run_id: str, on_result: Callable[[TurnResult], None]) -> None:
@@ -104,8 +107,7 @@ class Pass:
             for conversation in self._conversations:
                 group.create_task(self._converse(client, conversation, run_id, on_result))
         self._total_s = time.perf_counter() - self._started_s
-        if self._target.admin is not None:
-            self._after = settled_stats(self._target.admin)
+        self._after = settled_stats(self._target.admin)
 
     def result(self) -> PassResult:
         """Return the result so far."""
@@ -121,7 +123,7 @@ class Pass:
             cached_tokens=sum(cached) if len(cached) == len(worked) else None,
             first_token_s=first_token_times(answers, QUANTILES),
             total_s=self._total_s or time.perf_counter() - self._started_s,
-            cache=None if self._before is None or self._after is None else cache_use(self._before, self._after),
+            cache=None if self._after is None else cache_use(self._before, self._after),
         )
 
     async def _converse(
@@ -138,7 +140,7 @@ class Pass:
             transcript.add_message(number)
             body = target.body(transcript.messages, turn.output_tokens, self.plan.params)
             request_id = f"demo-{run_id}-{conversation.name}-{number + 1}"
-            answer = await send(client, target.path, body, request_id)
+            answer = await send(client, body, request_id)
             result = TurnResult(conversation.name, number + 1, request_id, answer)
             self.results.append(result)
             on_result(result)
@@ -147,19 +149,15 @@ class Pass:
             transcript.add_answer(answer.text)
 
 
-async def probe(engine: KVFerryClient, model: Model, admin: KVFerryClient | None, run_id: str) -> Target:
-    """Send one prompt, and return the engine with its API and the length of its tokens. Raises `BadEngine`."""
+async def probe(engine: KVFerryClient, model: Model, admin: KVFerryClient, run_id: str) -> Target:
+    """Send one prompt, and return the engine with the length of its tokens. Raises `BadEngine`."""
     num_chars = min(PROBE_CHARS, (model.context_tokens or 2 * PROBE_CHARS) // 2)
     messages = [{"role": "user", "content": make_text(run_id, num_chars, "Question:")}]
+    target = Target(engine, model, admin)
     async with open_client(engine, 1) as client:
-        for path in (COMPLETIONS, CHAT):
-            target = Target(engine, model, admin, path)
-            params = {} if admin is None else WITHOUT_OFFLOADING
-            answer = await send(client, path, target.body(messages, 2, params), f"demo-{run_id}-probe")
-            if answer.status not in NOT_FOUND:
-                break
+        answer = await send(client, target.body(messages, 2, WITHOUT_OFFLOADING), f"demo-{run_id}-probe")
     if answer.error is not None:
-        raise BadEngine(f"{engine.url}{target.path}: {answer.error}")
+        raise BadEngine(f"{engine.url}{COMPLETIONS}: {answer.error}")
     if not answer.prompt_tokens:
-        raise BadEngine(f"{engine.url}{target.path}: reports no usage in streams (stream_options.include_usage)")
+        raise BadEngine(f"{engine.url}{COMPLETIONS}: reports no usage in streams (stream_options.include_usage)")
     return replace(target, chars_per_token=len(as_text(messages)) / answer.prompt_tokens)

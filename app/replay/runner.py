@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import httpx
 
 from kvferry.app.client import KVFerryClient
-from kvferry.app.replay.sender import COMPLETIONS, Answer, open_client, send
+from kvferry.app.replay.sender import Answer, open_client, send
 from kvferry.app.replay.trace import MappedRequest
 
 
@@ -92,4 +92,4 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    return Outcome(request, await send(client, COMPLETIONS, body, request_id))
+    return Outcome(request, await send(client, body, request_id))

@@ -12,11 +12,10 @@ import httpx
 from httpx_sse import SSEError, aconnect_sse
 from pydantic import BaseModel, Field, ValidationError
 
-from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, Refused, http_options, refusal
+from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, http_options, refusal
 
 READ_TIMEOUT_S = 600.0
 COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 MAX_FAULT_CHARS = 200
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
@@ -33,8 +32,7 @@ class Model:
 class Answer:
     """The response to one request. `error` is None when the stream was complete; times count from sending.
 
-    `status` is that of an error response. Tokens of the prompt, and those of them from a cache, are None if the engine
-    does not report them.
+    Tokens of the prompt, and those of them from a cache, are None if the engine does not report them.
     """
 
     text: str = ""
@@ -44,18 +42,10 @@ class Answer:
     first_token_s: float | None = None
     total_s: float = 0.0
     error: str | None = None
-    status: int | None = None
-
-
-class _Delta(BaseModel):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
 
 
 class _Choice(BaseModel):
     text: str | None = None
-    delta: _Delta | None = None
     token_ids: list[int] | None = None
 
 
@@ -90,16 +80,15 @@ def open_client(engine: KVFerryClient, concurrency: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(**http_options(engine.url, engine.token), limits=limits, timeout=timeout)
 
 
-async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], request_id: str) -> Answer:
-    """Send one request, streamed, to `COMPLETIONS` or `CHAT`, and return its answer, complete or not."""
+async def send(client: httpx.AsyncClient, body: Mapping[str, Any], request_id: str) -> Answer:
+    """Send one request, streamed, and return its answer, complete or not."""
     sent_s = time.perf_counter()
     answer, finished = Answer(), False
     texts: list[str] = []
     error: str | None = None
-    status: int | None = None
     try:
         async with aconnect_sse(
-            client, "POST", path, json={**body, "stream": True}, headers={"X-Request-ID": request_id}
+            client, "POST", COMPLETIONS, json={**body, "stream": True}, headers={"X-Request-ID": request_id}
         ) as source:
             if not source.response.is_success:
                 await source.response.aread()
@@ -112,18 +101,17 @@ async def send(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], re
                 count = sum(map(_num_tokens, chunk.choices))
                 if count and answer.first_token_s is None:
                     answer = replace(answer, first_token_s=time.perf_counter() - sent_s)
-                texts += map(_text, chunk.choices)
+                texts += [choice.text or "" for choice in chunk.choices]
                 answer = _with_usage(replace(answer, output_tokens=answer.output_tokens + count), chunk.usage)
     except (httpx.HTTPError, httpx.StreamError, SSEError) as failed:
         error = f"{type(failed).__name__}: {failed}".rstrip(": ")
     except ClientError as failed:
-        error, status = str(failed), failed.status if isinstance(failed, Refused) else None
+        error = str(failed)
     if error is None and not finished:
         error = "stream ended early"
     if error is None and answer.output_tokens == 0:
         error = "answer without tokens"
-    total_s = time.perf_counter() - sent_s
-    return replace(answer, text="".join(texts), total_s=total_s, error=error, status=status)
+    return replace(answer, text="".join(texts), total_s=time.perf_counter() - sent_s, error=error)
 
 
 def _read_chunk(data: str) -> _Chunk:
@@ -144,13 +132,7 @@ def _read_chunk(data: str) -> _Chunk:
 
 def _num_tokens(choice: _Choice) -> int:
     """Return the number of tokens in a choice; without token ids, text counts as one."""
-    if choice.token_ids is not None:
-        return len(choice.token_ids)
-    return bool(_text(choice) or (choice.delta and (choice.delta.reasoning_content or choice.delta.reasoning)))
-
-
-def _text(choice: _Choice) -> str:
-    return choice.text or (choice.delta and choice.delta.content) or ""
+    return bool(choice.text) if choice.token_ids is None else len(choice.token_ids)
 
 
 def _with_usage(answer: Answer, usage: _Usage | None) -> Answer:

@@ -76,6 +76,12 @@ def advice_of(field: FieldInfo, message: str) -> str:
     return f"must be a {'' if 'float' in str(field.annotation) else 'whole '}number from {low} to {high}"
 
 
+def suggestion(name: str, known: Iterable[str], others: str) -> str:
+    """Return the known name that is nearest to `name`; without one all of them, after the words `others`."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"{others} {', '.join(known)}"
+
+
 def value_problem(
     name: str, spelled: str, value: object, label: str, advice: str, *, is_secret: bool = False
 ) -> Problem:

@@ -37,12 +37,6 @@ OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": tuple(EVICTION_POLI
 """Values of settings of which later versions may offer more."""
 
 
-LEFT_POLICIES = {
-    "auto": "no policy is chosen automatically any more; set lru, which is the default, or one that docs/tuning.md "
-    f"recommends for your workload: {', '.join(EVICTION_POLICIES)}"
-}
-
-
 class Engine(StrEnum):
     """The engine that runs in this process."""
 
@@ -190,7 +184,7 @@ class SettingFields(SourcedSettings):
         "the pool is smaller than four times the device's KV cache, decided at start and when `auto` is set. See "
         "docs/tuning.md.",
     )
-    eviction_policy: Annotated[types.Word, types.offered(EVICTION_POLICIES, LEFT_POLICIES), MUTABLE] = Field(
+    eviction_policy: Annotated[types.Word, types.offered(EVICTION_POLICIES), MUTABLE] = Field(
         default="lru", description="Which blocks leave a full pool first. See docs/tuning.md."
     )
     offload_prompt_only: types.Flag = Field(

@@ -36,10 +36,6 @@ _CONFIG_FILE = "config file"
 """Name of problems of the file that CONFIG names."""
 NOT_SETTINGS = (URL, CONFIG)
 """Names that every source may have, and that are no settings of a service."""
-MAX_FILE_BYTES = 1 << 20
-MAX_BLANKS = 256
-_LONG_BLANKS = re.compile(rf"[^\S\r\n]{{{MAX_BLANKS}}}")
-"""python-dotenv takes quadratic time for blanks in a row."""
 # With DOTALL the last `.*` always matches, so that each place where it may begin is tried once.
 _KUBERNETES_NAME = re.compile(
     r"KVFERRY_(SERVICE|PORT)_.*|KVFERRY_.+_SERVICE_(HOST|PORT(_.*)?)|KVFERRY_.+_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?",
@@ -234,8 +230,6 @@ def _env_file(settings_cls: type[BaseSettings], path: Path) -> SettingSource:
     broken: list[Problem] = []
     try:
         text = _read_text(path)
-        if _LONG_BLANKS.search(text):
-            raise ValueError(f"{MAX_BLANKS} blanks in a row cannot be read; write NAME=value without them")
     except ValueError as error:
         text, broken = "", [value_problem(path.name, path.name, None, origin.label, str(error))]
     source = SettingSource(settings_cls, origin, _bindings(text, origin, broken))
@@ -265,7 +259,7 @@ def _toml_file(settings_cls: type[BaseSettings], naming: SettingSource) -> Setti
         path = expand_home(named)
         origin = SettingOrigin(Source.FILE, str(path), named_by=naming.origin)
         content = tomllib.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         advice = f"is not TOML: {error}" if isinstance(error, tomllib.TOMLDecodeError) else str(error)
         source = SettingSource(settings_cls, origin, [])
         source.problems.append(value_problem(_CONFIG_FILE, spelled, named, naming.origin.label, advice))
@@ -280,18 +274,13 @@ def _toml_file(settings_cls: type[BaseSettings], naming: SettingSource) -> Setti
 def _read_text(path: Path) -> str:
     """Return the text of a file. Raises `ValueError` with what is wrong with the file."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        text = content.decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ValueError("there is no such file") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"the file is not UTF-8 text (byte {error.start})") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"the file is larger than {MAX_FILE_BYTES} bytes")
-    return text
 
 
 class SourcedSettings(BaseSettings):

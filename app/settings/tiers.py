@@ -5,7 +5,6 @@ A type of tier is an entry point in the group `kvferry.tiers`; see `TierType`.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from kvferry.app.settings.errors import MASK, advice_of, is_secret_field, mask_url, show
+from kvferry.app.settings.errors import MASK, advice_of, is_secret_field, mask_url, show, suggestion
 from kvferry.app.settings.types import NUMBER, WHOLE, AnyCase, Name, Size, json_list
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, CascadeWhen
@@ -148,9 +147,8 @@ def load_type(name: str) -> TierType:
     """Load a type of tier. Raises `ValueError` with the problem and what to do."""
     installed = installed_types()
     if name not in installed:
-        near = difflib.get_close_matches(name, installed, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; installed are {', '.join(sorted(installed)) or 'none'}"
-        raise ValueError(f"there is no type of tier called {show(name)}{hint}")
+        hint = suggestion(name, sorted(installed), "installed are")
+        raise ValueError(f"there is no type of tier called {show(name)}; {hint}")
     where = installed[name].value
     try:
         loaded = installed[name].load()
@@ -158,16 +156,13 @@ def load_type(name: str) -> TierType:
         raise ValueError(
             f"the type {name} ({where}) cannot be loaded: {type(error).__name__}: {error}; repair its package"
         ) from error
-    if not callable(getattr(loaded, "open", None)):
-        raise ValueError(
-            f"the type {name} ({where}) has no method open, which returns its store: install a version of it that "
-            "has (docs/writing-a-tier.md says how), or take it out of KVFERRY_TIERS"
-        )
     settings = getattr(loaded, "Settings", None)
-    if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
+    is_made_so = isinstance(settings, type) and issubclass(settings, TierSettings)
+    if not is_made_so or not callable(getattr(loaded, "open", None)):
         raise ValueError(
-            f"the type {name} ({where}) has no Settings made from kvferry.app.settings.tiers.TierSettings: "
-            "install a version of it that has, or take it out of KVFERRY_TIERS"
+            f"the type {name} ({where}) lacks the method open, which returns its store, or Settings made from "
+            "kvferry.app.settings.tiers.TierSettings: install a version of it that has both (docs/writing-a-tier.md "
+            "says how), or take it out of KVFERRY_TIERS"
         )
     kind: TierType = loaded
     return kind
@@ -258,10 +253,7 @@ def _problem_text(settings: type[BaseModel], problem: Mapping[str, Any]) -> str:
     field = ".".join(str(part) for part in problem["loc"])
     name = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(field, known, n=1)
-        return f"{show(field)} is no field of it; " + (
-            f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-        )
+        return f"{show(field)} is no field of it; {suggestion(field, known, 'it has')}"
     if problem["type"] == "missing":
         return f"{field} is missing; it is the {known[name].description}"
     secret = name not in known or is_secret_field(known[name])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,15 +162,10 @@ Device = Annotated[str, _matching(r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda 
 """The device that a model runs on."""
 
 
-def offered(names: Iterable[str], left: Mapping[str, str]) -> AfterValidator:
-    """Return a check of names that this version offers, of which later ones may offer more.
-
-    `left` has names that earlier versions offered, and what to set instead.
-    """
+def offered(names: Iterable[str]) -> AfterValidator:
+    """Return a check of names that this version offers, of which later ones may offer more."""
 
     def check(name: str) -> str:
-        if name in left:
-            raise ValueError(left[name])
         if name not in names:
             raise ValueError(f"this version offers only {', '.join(names)}")
         return name

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi import Request
+from fastapi.responses import Response
 from rich.console import Console
 
 from kvferry.app.cli.demo import comparison
@@ -25,6 +24,7 @@ from kvferry.app.replay.report import CacheUse
 from kvferry.core.errors import StartError
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import Command, start_command
+from tests.harness.engine_peer import EnginePeer
 from tests.harness.http_server import serve
 from tests.harness.service_process import Served, serving
 from tests.harness.waiting import wait_until
@@ -35,40 +35,26 @@ ADMIN_TOKEN = "admin-token-of-the-service"
 ENGINE_KEY = "key-of-the-engine"
 
 
-class ForeignEngine:
-    """An engine with OpenAI's chat API only. It caches whole prompts, and reports that unless told not to."""
+class Peer(EnginePeer):
+    """An engine with the calls of kvferry that a demonstration needs."""
 
     def __init__(self, *, usage: bool = True, fails: bool = False, extra: str = "") -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.authorizations: set[str | None] = set()
+        super().__init__(context_tokens=None)
         self._usage, self._fails, self._extra = usage, fails, extra
-        self._seen: set[str] = set()
-        self.app = FastAPI()
-        self.app.get("/v1/models")(self._models)
-        self.app.post("/v1/chat/completions")(self._complete)
-
-    async def _models(self, request: Request) -> Any:
-        self.authorizations.add(request.headers.get("Authorization"))
-        return {"data": [{"id": "foreign"}]}
+        self.app.get("/readyz")(lambda: {"ready": True, "reasons": [], "degraded": []})
+        self.app.get("/admin/v1/requests")(lambda: {"items": [], "next_cursor": None})
 
     async def _complete(self, request: Request) -> Response:
-        self.authorizations.add(request.headers.get("Authorization"))
-        body = await request.json()
-        self.bodies.append(body)
-        if self._fails and len(self.bodies) > 1:
-            return Response('{"error": {"message": "no room today"}}', 503)
-        return StreamingResponse(self._chunks(body), media_type="text/event-stream")
+        # Not the probe.
+        self.fail_every = 1 if self._fails and self.bodies else None
+        return await super()._complete(request)
 
-    async def _chunks(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        yield f"data: {json.dumps({'choices': [{'delta': {'content': 'yes'}}]})}\n\n"
+    async def _chunks(self, body: dict[str, Any], breaks: bool) -> AsyncIterator[str]:
         if self._usage:
-            text = json.dumps(body["messages"])
-            tokens = len(text) // 4
-            cached = tokens if text in self._seen else 0
-            self._seen.add(text)
-            usage = {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
-            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
-        yield f"{self._extra}data: [DONE]\n\n"
+            yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': len(body['prompt'])}})}\n\n"
+        yield self._extra
+        async for chunk in super()._chunks(body, breaks):
+            yield chunk
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +114,6 @@ def test_demo_when_interrupted_leaves_nothing(folder: Path, clean_world: Path) -
     (port,) = re.findall(r"watch it live: http://127.0.0.1:(\d+)/ui/", said.read_text())
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(port))) != 0
-
-
-@pytest.mark.long
-def test_demo_when_killed_takes_its_engine_along(folder: Path, clean_world: Path) -> None:
-    with running_demo(clean_world) as command:
-        (engine,) = psutil.Process(command.pid).children()
-        command.kill()
-        command.wait(COMMAND_DEADLINE_S)
-    engine.wait(COMMAND_DEADLINE_S)
 
 
 def test_own_engine_when_it_does_not_start_shows_the_end_of_its_log(folder: Path, clean_world: Path) -> None:
@@ -219,31 +196,20 @@ def test_demo_when_requests_may_not_set_their_policy_says_so(run: Run, clean_wor
     assert "The device's cache held most of it by itself" in done.out
 
 
-def test_demo_on_another_engine_compares_repetition_and_sends_no_token(run: Run, clean_world: Path) -> None:
-    peer = ForeignEngine()
+def test_demo_on_an_engine_alone_names_the_option_and_sends_no_token(run: Run, clean_world: Path) -> None:
+    peer = EnginePeer()
     with serve(peer.app) as running:
-        done = run("demo", *SMALL, "--url", running.url, "--json", ADMIN_TOKEN=ADMIN_TOKEN)
-        shown = run("demo", *SMALL, "--url", running.url, ENGINE_API_KEY=ENGINE_KEY)
-    assert done.code == 0, done.err
-    assert done.json["compared"] == "repetition"
-    first, again = done.json["passes"]
-    assert (first["title"], again["title"]) == ("first time", "again")
-    assert (first["cached_tokens"], again["computed_tokens"]) == (0, 0)
-    assert again["cached_tokens"] == first["prompt_tokens"] == again["prompt_tokens"]
-    assert peer.authorizations == {None, f"Bearer {ENGINE_KEY}"}
-    assert "ignore_eos" not in peer.bodies[0]
-    assert "kv_transfer_params" not in peer.bodies[0]
-    assert "cannot be switched off there" in shown.err
-    assert "from the engine's cache" in shown.out
-    assert "offloading" not in shown.out
+        done = run("demo", *SMALL, "--url", running.url, ADMIN_TOKEN=ADMIN_TOKEN, ENGINE_API_KEY=ENGINE_KEY)
+        assert (done.code, "--admin-url" in done.err) == (2, True)
+        assert peer.authorizations == {}
 
 
 def test_demo_when_requests_fail_reports_them(run: Run, clean_world: Path) -> None:
-    with serve(ForeignEngine(fails=True).app) as running:
+    with serve(Peer(fails=True).app) as running:
         done = run("demo", *SMALL, "--url", running.url)
     assert done.code == 1
-    assert "first time: 3 x no room today (503)" in done.err
-    assert "first time: 2 of 9 requests, 2 of them failed" in done.err
+    assert "without offloading: 3 x no room today (503)" in done.err
+    assert "without offloading: 2 of 9 requests, 2 of them failed" in done.err
     assert "failed" in done.out
 
 
@@ -265,7 +231,7 @@ def test_demo_when_it_cannot_run_says_why(
 
 
 def test_demo_when_the_engine_reports_no_usage_refuses(run: Run, clean_world: Path) -> None:
-    with serve(ForeignEngine(usage=False).app) as running:
+    with serve(Peer(usage=False).app) as running:
         done = run("demo", *SMALL, "--url", running.url)
     assert (done.code, done.out) == (1, "")
     assert "stream_options.include_usage" in done.err
@@ -276,7 +242,6 @@ def test_demo_when_the_engine_reports_no_usage_refuses(run: Run, clean_world: Pa
     [
         ('{"choices": 3}', "choices"),
         ('{"choices": [3]}', "choices.0"),
-        ('{"choices": [{"delta": {"content": 5}}]}', "choices.0.delta.content"),
         ('{"choices": [], "usage": {"prompt_tokens": -9}}', "usage.prompt_tokens"),
         ('{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": "q"}}}', "usage.prompt_tokens_details"),
     ],
@@ -284,7 +249,7 @@ def test_demo_when_the_engine_reports_no_usage_refuses(run: Run, clean_world: Pa
 def test_demo_when_the_engine_answers_nonsense_names_the_field(
     run: Run, clean_world: Path, chunk: str, field: str
 ) -> None:
-    with serve(ForeignEngine(extra=f"data: {chunk}\n\n").app) as running:
+    with serve(Peer(extra=f"data: {chunk}\n\n").app) as running:
         done = run("demo", *SMALL, "--url", running.url)
     assert (done.code, done.out) == (1, "")
     assert f"stream chunk is not of OpenAI's API: {field}" in done.err

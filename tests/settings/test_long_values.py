@@ -57,12 +57,6 @@ def set_environment(text: str) -> None:
         Settings(_env_file=None)
 
 
-def read_env_file(text: str) -> None:
-    Path(".env").write_text(f"KVFERRY_MODEL=x{text}y\n")
-    with suppress(BadSettings):
-        Settings()
-
-
 def mask_secrets(text: str) -> None:
     mask_url(text)
     url_passwords(text)
@@ -104,7 +98,6 @@ CASES: dict[str, Callable[[str], None]] = {
         set_each_setting,
         set_each_field_of_tiers,
         set_environment,
-        read_env_file,
         mask_secrets,
         strip_ids,
         match_globs,

@@ -144,9 +144,6 @@ def test_values_that_do_not_validate(
 def test_unsupported_setting_refuses_to_start() -> None:
     (problem,) = refused(eviction_policy="fifo")
     assert "this version offers only lru, arc" in problem
-    (problem,) = refused(eviction_policy="auto")
-    assert "eviction_policy=auto" in problem
-    assert "set lru, which is the default, or one that docs/tuning.md recommends" in problem
 
 
 def test_metrics_address_has_the_rules_of_the_host(setenv: Setenv) -> None:
