@@ -8,19 +8,20 @@ equal prefix up to and including that block; the last block of an input may be p
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from kvferry.app.common.call_errors import field_errors
+
+T = TypeVar("T")
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block in traces that do not say it."""
@@ -46,7 +47,6 @@ _MAX_HASH_ID = 1 << 63
 """Blocks of answers, which traces do not name, have the ids from here on."""
 _MAX_OUTPUT_TOKENS = 1 << 24
 _SHOWN_PROBLEMS = 2
-_MAX_SESSION_BYTES = 1 << 30
 SESSION_INTERVAL_MS = 60_000
 """Time between the beginnings of sessions, whose files count from their own beginning."""
 
@@ -109,37 +109,32 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: int | None = 
     Raises:
         BadTrace: The trace cannot be read.
     """
-    if path.is_dir() or path.suffix == ".json":
-        requests = _read_sessions(sorted(path.glob("*.json")) if path.is_dir() else [path])[:limit]
-    else:
-        requests = _read_lines(path, limit, block_tokens)
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            requests = _read_sessions(sorted(path.glob("*.json")) if path.is_dir() else [path])[:limit]
+        else:
+            requests = list(islice(_read_lines(path, block_tokens), limit))
+    except OSError as error:
+        raise BadTrace(f"{error.filename or path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadTrace(f"{path}: not UTF-8 text (byte {error.start})") from error
     if not requests:
         raise BadTrace(f"{path}: contains no request")
     return requests
 
 
-def _read_lines(path: Path, limit: int | None, block_tokens: int | None) -> list[TraceRequest]:
-    requests: list[TraceRequest] = []
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
-                if len(requests) == limit:
-                    break
-                if line.strip():
-                    request = _REQUEST.validate_json(line)
-                    if block_tokens is not None and "block_size" not in json.loads(line):
-                        request = replace(request, block_size=block_tokens)
-                    _check_blocks(request, requests[0] if requests else request, f"{path}, line {number}")
-                    requests.append(request)
-    except OSError as error:
-        raise BadTrace(f"{path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise BadTrace(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except ValidationError as error:
-        raise _bad_trace(f"{path}, line {number}", error) from error
-    return requests
+def _read_lines(path: Path, block_tokens: int | None) -> Iterator[TraceRequest]:
+    first: TraceRequest | None = None
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                request = _validated(_REQUEST, line, where)
+                if block_tokens is not None and '"block_size"' not in line:
+                    request = replace(request, block_size=block_tokens)
+                first = first or request
+                _check_blocks(request, first, where)
+                yield request
 
 
 def _read_sessions(paths: Sequence[Path]) -> list[TraceRequest]:
@@ -147,14 +142,7 @@ def _read_sessions(paths: Sequence[Path]) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     numbers = count()
     for at, path in enumerate(paths):
-        try:
-            if path.stat().st_size > _MAX_SESSION_BYTES:
-                raise BadTrace(f"{path}: larger than {_MAX_SESSION_BYTES:,} bytes")
-            session = _SESSION.validate_json(path.read_bytes())
-        except OSError as error:
-            raise BadTrace(f"{path}: {error.strerror or error}") from error
-        except ValidationError as error:
-            raise _bad_trace(str(path), error) from error
+        session = _validated(_SESSION, path.read_bytes(), str(path))
         ids: dict[int, int] = {}
         for name, start_s, entry in _flatten(session.requests, path.stem, at * SESSION_INTERVAL_MS / 1000):
             prompt = [ids.setdefault(hash_id, next(numbers)) for hash_id in entry.hash_ids]
@@ -201,11 +189,13 @@ def _check_blocks(request: TraceRequest, first: TraceRequest, where: str) -> Non
         )
 
 
-def _bad_trace(where: str, error: ValidationError) -> BadTrace:
-    fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
-    problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
-    problems += "; and more" * (len(fields) > _SHOWN_PROBLEMS)
-    return BadTrace(f"{where}: {problems}")
+def _validated(format_: TypeAdapter[T], text: str | bytes, where: str) -> T:
+    try:
+        return format_.validate_json(text)
+    except ValidationError as error:
+        fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
+        problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
+        raise BadTrace(f"{where}: {problems}{'; and more' * (len(fields) > _SHOWN_PROBLEMS)}") from error
 
 
 def block_size_notice(requests: Sequence[TraceRequest]) -> str | None:

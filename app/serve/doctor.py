@@ -82,35 +82,37 @@ def examine() -> Iterator[Finding]:
     yield from _vllm()
 
 
+def _judge(check: str, text: str, advice: str | None) -> Finding:
+    """Return a finding that is a warning if there is advice."""
+    return Finding(check, State.OK, text) if advice is None else Finding(check, State.WARNING, f"{text}: {advice}")
+
+
 def _shared_memory(settings: Settings) -> Finding:
     """Check the space for pools that processes share: of kind `shm`, and any pool inside vLLM unless it is a file."""
     free_bytes = shared_memory_limits(SHARED_MEMORY)[0][1]
-    text = f"{_gib(free_bytes)} free, and KVFERRY_POOL_BYTES is {format_size(settings.pool_bytes)}"
-    if settings.pool_kind is PoolKind.FILE or settings.pool_bytes <= free_bytes:
-        return Finding(str(SHARED_MEMORY), State.OK, text)
     advice = "vLLM's ranks share the pool there; raise it (--shm-size of a container, or a volume in memory)"
-    return Finding(str(SHARED_MEMORY), State.WARNING, f"{text}: {advice}")
+    fits = settings.pool_kind is PoolKind.FILE or settings.pool_bytes <= free_bytes
+    text = f"{_gib(free_bytes)} free, and KVFERRY_POOL_BYTES is {format_size(settings.pool_bytes)}"
+    return _judge(str(SHARED_MEMORY), text, None if fits else advice)
 
 
 def _locked_memory(settings: Settings) -> Finding:
     limit_bytes = locked_memory_bytes()
-    if limit_bytes is None or limit_bytes >= settings.pool_bytes:
-        return Finding("memlock", State.OK, "unlimited" if limit_bytes is None else format_size(limit_bytes))
-    advice = "some drivers lock the pool under this limit; where registering it fails, set `ulimit -l unlimited`"
-    return Finding("memlock", State.WARNING, f"{format_size(limit_bytes)}, less than the pool: {advice}")
+    if limit_bytes is None:
+        return Finding("memlock", State.OK, "unlimited")
+    advice = "less than the pool, and some drivers lock it; where registering it fails, set `ulimit -l unlimited`"
+    return _judge("memlock", format_size(limit_bytes), None if limit_bytes >= settings.pool_bytes else advice)
 
 
 def _state_folder(settings: Settings) -> Finding:
     folder = nearest_folder(settings.state_dir)
     free_bytes, kind = psutil.disk_usage(str(folder)).free, _file_system(folder)
-    text = f"{settings.state_dir}: {kind}, {_gib(free_bytes)} free"
+    advice = None
     if kind in _REMOTE_SYSTEMS:
         advice = "SQLite needs locks that this file system may not have; set KVFERRY_STATE_DIR to a local disk"
-        return Finding("state folder", State.WARNING, f"{text}: {advice}")
-    if free_bytes < _MIN_STATE_BYTES:
+    elif free_bytes < _MIN_STATE_BYTES:
         advice = f"history takes up to {_gib(_MIN_STATE_BYTES)}; free some, or set KVFERRY_STATE_DIR"
-        return Finding("state folder", State.WARNING, f"{text}: {advice}")
-    return Finding("state folder", State.OK, text)
+    return _judge("state folder", f"{settings.state_dir}: {kind}, {_gib(free_bytes)} free", advice)
 
 
 def _gib(num_bytes: int) -> str:
@@ -137,13 +139,10 @@ def _port(settings: Settings) -> Finding:
 
 
 def _numa() -> Finding:
-    try:
-        nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
-    except OSError:
-        nodes = []
-    if len(nodes) < 2:
+    num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if num_nodes < 2:
         return Finding("NUMA", State.OK, "one node")
-    text = f"{len(nodes)} nodes: the pool is placed at the GPU's, if the container may do so (cap SYS_NICE)"
+    text = f"{num_nodes} nodes: the pool is placed at the GPU's, if the container may do so (cap SYS_NICE)"
     return Finding("NUMA", State.OK, text)
 
 
@@ -153,10 +152,9 @@ def _driver() -> Finding:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return Finding("GPU driver", State.OK, "none: engines run on the CPU")
-    code = driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version))
-    if code:
+    if code := driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version)):
         advice = "is the GPU visible here (nvidia-smi, --gpus of a container)?"
-        return Finding("GPU driver", State.WARNING, f"libcuda answers with error {code}: {advice}")
+        return _judge("GPU driver", f"libcuda answers with error {code}", advice)
     return Finding("GPU driver", State.OK, f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")
 
 
@@ -166,30 +164,25 @@ def _clock() -> Finding:
     # Modes 0, the first field: nothing is changed.
     state = libc.adjtimex(ctypes.create_string_buffer(_ADJTIMEX_BYTES))
     if state == _TIME_ERROR:
-        advice = (
-            "times of history and audit, and ages of blocks in shared tiers, differ between hosts; run an NTP client"
-        )
-        return Finding("clock", State.WARNING, f"not synchronized: {advice}")
+        advice = "times of history, and ages of blocks in shared tiers, differ between hosts; run an NTP client"
+        return _judge("clock", "not synchronized", advice)
     return Finding("clock", State.OK, "synchronized" if state >= 0 else "state unknown here")
 
 
 def _vllm() -> Iterator[Finding]:
     names = metadata.packages_distributions().get("vllm", []) if find_spec("vllm") else []
     if not names:
-        yield Finding(
-            "vLLM", State.OK, "not installed in this environment; its connector needs kvferry installed beside it"
-        )
+        text = "not installed in this environment; its connector needs kvferry installed beside it"
+        yield Finding("vLLM", State.OK, text)
         return
-    version = metadata.version(names[0])
-    seen = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
-    allowed = os.environ.get(PLUGINS)
-    if _PLUGIN not in seen:
-        yield Finding(
-            "vLLM", State.ERROR, f"{version} does not see the plug-in; install kvferry with this Python's pip"
-        )
-        return
-    if allowed is not None and _PLUGIN not in allowed.split(","):
-        yield Finding("vLLM", State.ERROR, f"{PLUGINS}={allowed} leaves kvferry out; add it, or unset the variable")
+    version, allowed = metadata.version(names[0]), os.environ.get(PLUGINS)
+    error = None
+    if _PLUGIN not in {point.name for point in metadata.entry_points(group="vllm.general_plugins")}:
+        error = f"{version} does not see the plug-in; install kvferry with this Python's pip"
+    elif allowed is not None and _PLUGIN not in allowed.split(","):
+        error = f"{PLUGINS}={allowed} leaves kvferry out; add it, or unset the variable"
+    if error is not None:
+        yield Finding("vLLM", State.ERROR, error)
         return
     yield Finding("vLLM", State.OK, f"{version} sees the plug-in")
     command = [sys.executable, "-m", "kvferry.app.engines.vllm.versions"]
@@ -198,14 +191,11 @@ def _vllm() -> Iterator[Finding]:
             command, capture_output=True, text=True, timeout=_INTERFACE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        text = (
-            f"importing vLLM takes longer than {_INTERFACE_TIMEOUT_S:.0f} s; see whether its files are on a slow disk"
-        )
-        yield Finding("vLLM's interface", State.WARNING, text)
+        text = f"importing vLLM takes longer than {_INTERFACE_TIMEOUT_S:.0f} s"
+        yield _judge("vLLM's interface", text, "see whether its files are on a slow disk")
         return
     if done.returncode:
-        lines = (done.stdout if done.stdout.strip() else done.stderr).split("\n")
-        text = " ".join(line.strip() for line in lines if line.strip())[-400:]
+        text = " ".join((done.stdout.strip() or done.stderr).split())[-400:]
         yield Finding("vLLM's interface", State.ERROR, f"{text}; install a release that docs/vllm.md names")
     else:
         yield Finding("vLLM's interface", State.OK, "has all parts that the connector uses")
