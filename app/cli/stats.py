@@ -133,10 +133,11 @@ def render(snapshot: Json, problems: Sequence[str] = ()) -> RenderableType:
     _missed_rows(grid, snapshot.get("missed_tokens", {}))
     _pool_rows(grid, snapshot.get("pool", {}))
     trouble = [Text(text, "bold red") for text in problems]
-    return Group(_headline(snapshot), *trouble, Text(), grid, Text(), _flows(snapshot))
+    return Group(headline(snapshot), *trouble, Text(), grid, Text(), _flows(snapshot))
 
 
-def _headline(snapshot: Json) -> Text:
+def headline(snapshot: Json) -> Text:
+    """Return what the snapshot is of."""
     # Of any version: without it, the answer is not that of kvferry.
     engine = snapshot["engine"]
     return Text.assemble(

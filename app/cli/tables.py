@@ -48,9 +48,13 @@ def show_answer(answer: Json, *columns: str, spare: Sequence[str] = (), empty: s
         return
     rest = {} if columns else {field: value for field, value in answer.items() if field not in (name, "next_cursor")}
     _print_listing(rest)
-    if items:
-        show_items(items, *columns, spare=spare)
-    else:
+    # Rows of the database that were changed by hand to values that cannot be read.
+    for item in (item for item in items if "unreadable" in item):
+        note(f"row {item['id']} is unreadable: {words(item['unreadable'])}")
+    readable = [item for item in items if "unreadable" not in item]
+    if readable:
+        show_items(readable, *columns, spare=spare)
+    elif not items:
         note(empty)
     if answer.get("next_cursor") is not None:
         note(f"there are more: raise the limit, or continue with cursor {words(answer['next_cursor'])}")
@@ -63,27 +67,20 @@ def show_items(items: Sequence[Json], *columns: str, spare: Sequence[str] = ()) 
 
 def items_table(items: Sequence[Json], *columns: str, spare: Sequence[str] = ()) -> RenderableType:
     """Return objects as a table, see `show_answer`; one below the other if their table does not fit the output."""
-    readable = [item for item in items if "unreadable" not in item]
-    paths = columns or tuple(dict.fromkeys(path for item in readable for path in item))
-    values = [[_part(item, path) if columns else item.get(path) for path in paths] for item in readable]
+    paths = columns or tuple(dict.fromkeys(path for item in items for path in item))
+    values = [[_part(item, path) if columns else item.get(path) for path in paths] for item in items]
     shown = [at for at in range(len(paths)) if not at or any(row[at] is not None for row in values)]
     # Only the columns are paths; a field of an answer may have a dot in its name.
     fields = [path.rpartition(".")[2] if columns else path for path in paths]
     names = [label(fields[at]) for at in shown]
     right = [all(_is_amount(row[at]) for row in values) for at in shown]
-    cells = iter([[cell(fields[at], row[at]) for at in shown] for row in values])
-    rows = [next(cells) if "unreadable" not in item else _unreadable(item, len(shown)) for item in items]
+    rows = [[cell(fields[at], row[at]) for at in shown] for row in values]
     table = fitted_table(rows, *names, right=right)
     if table is not None:
         return table
     if spare:
         return items_table(items, *(path for path in columns if path != spare[0]), spare=spare[1:])
     return Group(*(part for row in rows for part in (_listing(zip(names, row, strict=True)), Text())))
-
-
-def _unreadable(item: Json, num_columns: int) -> list[str]:
-    """Return what is shown for a row of the database that was changed by hand to values that cannot be read."""
-    return [f"row {item['id']} is unreadable: {words(item['unreadable'])}", *[""] * (num_columns - 1)]
 
 
 def _page_of(answer: Json) -> tuple[str | None, Sequence[Json]]:

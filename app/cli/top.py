@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.app.cli.console import COLORS, SOURCES, count, duration, out, shares, size, words
+from kvferry.app.cli.console import COLORS, SOURCES, count, duration, out, shares, size
 from kvferry.app.cli.remote import Service, connected, read_problems
-from kvferry.app.cli.stats import balance_text
+from kvferry.app.cli.stats import balance_text, headline
 from kvferry.app.cli.tables import Json, items_table
 
 WINDOW_S = 60
@@ -65,7 +65,7 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     """Format one view."""
     rows, names = history["rows"], history["columns"]
     columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
-    engine, requests, pool = stats["engine"], stats["requests"], stats["pool"]
+    requests, pool = stats["requests"], stats["pool"]
     span_s: float = max(1.0, sum(columns["span_s"]))
 
     def rate(name: str) -> float:
@@ -93,15 +93,12 @@ def render(stats: Json, history: Json, running: Sequence[Json], problems: Sequen
     grid.add_row("pool", f"{count(used)} of {count(pool['slots'])} slots in use, {count(pool['pinned'])} pinned")
     grid.add_row("", Bar(max(1, pool["slots"]), 0, used, width=BAR_WIDTH, color=COLORS["host_hit"]))
     parts: list[RenderableType] = [
-        Text.assemble(
-            ("kvferry", "bold"),
-            f"  {words(engine['name'])}, {words(engine['model'])} on {words(engine['device'])}",
-            (f"  up {duration(stats['uptime_s'])}; rates of the last {duration(span_s)}", "dim"),
-        ),
+        headline(stats),
+        Text(f"rates of the last {duration(span_s)}", "dim"),
         Text(),
         grid,
+        *(Text(text, "bold red") for text in problems),
     ]
-    parts += [Text(text, "bold red") for text in problems]
     if running:
         parts += [Text(), items_table(running, *COLUMNS)]
     return Group(*parts)

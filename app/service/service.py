@@ -445,8 +445,8 @@ class OffloadService:
     def _checks(self) -> list[Callable[[], None]]:
         watch = [] if self._pool_watch is None else [self._pool_watch.check]
         return [
-            self._sample,
-            self._check_balance,
+            lambda: self._samples.add(self.scheduler.snapshot(), time.time()),
+            lambda: self.balance.check(time.monotonic()),
             self._adviser.check,
             self._threads.check,
             self._step_unready,
@@ -469,15 +469,9 @@ class OffloadService:
         if self._engine.hooks.reasons():
             self._engine.hooks.step()
 
-    def _sample(self) -> None:
-        self._samples.add(self.scheduler.snapshot(), time.time())
-
     def _keep_minute(self, row: Row) -> None:
         with self.manager.lock:
             self.store.journal.append(row)
-
-    def _check_balance(self) -> None:
-        self.balance.check(time.monotonic())
 
     def _expire(self) -> None:
         with self.guard.guarding("expire"):

@@ -249,10 +249,8 @@ def test_rows_of_the_database_when_changed_by_hand_are_named(run: Run, tmp_path:
         with closing(sqlite3.connect(service.database, isolation_level=None)) as connection:
             connection.execute("UPDATE audit SET time = x'ff' WHERE path LIKE '%/torn'")
         shown = run("audit", URL=service.url)
-        assert (shown.code, shown.err) == (0, "")
-        torn, good = shown.out.splitlines()[1:]
-        assert torn.strip() == "row 2 is unreadable: time"
-        assert re.search("PUT +rules/good", good)
+        assert (shown.code, shown.err) == (0, "row 2 is unreadable: time\n")
+        assert re.search("PUT +rules/good", shown.out)
 
 
 @pytest.mark.parametrize("command", ["top", "requests", "audit"])
