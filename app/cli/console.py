@@ -163,14 +163,6 @@ def print_json(value: object) -> None:
     print_lines(json.dumps(value, indent=2))
 
 
-def print_answer(answer: Any, as_json: bool, render: Callable[[Any], object]) -> None:
-    """Print an answer of the service as JSON, or as `render` prints it for people."""
-    if as_json:
-        print_json(answer)
-    else:
-        render(answer)
-
-
 def print_json_line(value: object) -> None:
     """Print one JSON document on one line, for streams."""
     print_lines(json.dumps(value))

@@ -253,14 +253,6 @@ def test_rows_of_the_database_when_changed_by_hand_are_named(run: Run, tmp_path:
         assert re.search("PUT +rules/good", shown.out)
 
 
-@pytest.mark.parametrize("command", ["top", "requests", "audit"])
-def test_commands_when_nothing_answers_tell_how_to_name_the_service(run: Run, command: str) -> None:
-    failed = run(command, URL="http://127.0.0.1:9")
-    assert failed.code == 3
-    assert "is it running?" in failed.err
-    assert "KVFERRY_URL" in failed.err
-
-
 def test_tables_in_a_pipe_keep_each_row_on_one_line(service: Service, clean_world: Path) -> None:
     name = "a-long-request-id-" + "x" * 100
     service.engine.answer(LoopRequest(name, 32, seed=5))
@@ -336,12 +328,15 @@ def test_option_when_it_is_no_number_is_bad_usage(run: Run, words: tuple[str, ..
     assert words[-1] in done.err
 
 
-@pytest.mark.parametrize("words", [("why", "r0"), ("requests",), ("top", "--once"), ("stats",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("why", "r0"), ("requests",), ("top", "--once"), ("stats",), ("reset", "--yes")], ids=" ".join
+)
 def test_command_when_the_service_is_older_says_so(run: Run, words: tuple[str, ...]) -> None:
     older = FastAPI()
     older.get("/admin/v1/requests/r0")(lambda: {"id": "r0", "state": "finished", "prompt_tokens": {"total": 3}})
     older.get("/admin/v1/requests")(lambda: {"items": [{"id": "r0", "state": "finished"}], "next_cursor": None})
     older.get("/admin/v1/stats")(lambda: {"uptime_s": 1.0})
+    older.post("/admin/v1/reset")(lambda: JSONResponse({"epoch": 1}, headers={"X-Request-ID": "r"}))
     older.get("/admin/v1/stats/history")(lambda: {"interval_s": 1, "columns": [], "rows": []})
     with serve(older) as running:
         done = run(*words, URL=running.url)
@@ -368,36 +363,6 @@ def test_change_when_another_service_answers_is_refused(run: Run, words: tuple[s
         done = run(*words, URL=running.url)
     assert (done.code, done.out) == (1, "")
     assert "is not kvferry's" in done.err
-
-
-def test_reset_when_the_service_is_older_says_so(run: Run) -> None:
-    older = FastAPI()
-    older.post("/admin/v1/reset")(lambda: JSONResponse({"epoch": 1}, headers={"X-Request-ID": "r"}))
-    with serve(older) as running:
-        done = run("reset", "--yes", URL=running.url)
-    assert (done.code, done.out) == (1, "")
-    assert "the service has another version" in done.err
-
-
-@pytest.mark.parametrize(
-    "words", [("reset", "--yes"), ("tiers", "list"), ("pin", "aa"), ("config", "show")], ids=" ".join
-)
-def test_control_characters_of_an_answer_are_not_printed(run: Run, words: tuple[str, ...]) -> None:
-    text, ours = "red\x1b[31m", {"X-Request-ID": "r"}
-    counts = {"bytes": 0, "max_bytes": 0, "found": 0, "looked_up": 0, "loaded": 0, "look_up_s": None}
-    tier = {"name": text, "enabled": True, "source": text, "definition": {"type": text}, "health": [text]}
-    tier |= {"counts": counts}
-    reset = {"epoch": 1, "dropped_blocks": 0, "dropped_bytes": 0, "pending_jobs": 0, "detached_tiers": [text]}
-    service = FastAPI()
-    service.post("/admin/v1/reset")(lambda: JSONResponse(reset, headers=ours))
-    service.get("/admin/v1/tiers")(lambda: {"items": [tier]})
-    service.put("/admin/v1/blocks/aa/pin")(lambda: JSONResponse({"hash": text, "pinned_until": text}, headers=ours))
-    service.get("/admin/v1/config")(lambda: {text: {"value": text, "source": "env", "place": text}})
-    with serve(service) as running:
-        done = run(*words, URL=running.url)
-    assert done.code == 0, done.err
-    assert "red\ufffd[31m" in (done.out + done.err).lower()
-    assert "\x1b" not in done.out + done.err
 
 
 FORGED = "x\nforged\r\u2028\u202e\x9b\tforged[red]:warning:"
@@ -454,6 +419,7 @@ def _forging(url: str) -> FastAPI:
         ("policy", "request", "set", "a", "store=false"),
         ("config", "show"),
         ("reset", "--tier", "none", "--yes"),
+        ("tiers", "attach", "a", '{"type": "no such"}'),
     ],
     ids=" ".join,
 )

@@ -357,6 +357,7 @@ def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> 
     gone = run(*words, "--url", url)
     assert (gone.code, gone.out) == (3, "")
     assert gone.err.startswith(f"kvferry: cannot reach {url}: ")
+    assert "is it running? Set KVFERRY_URL or --url" in gone.err
     assert gone.err.count("\n") == 1
 
 

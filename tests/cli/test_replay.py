@@ -327,14 +327,6 @@ def test_malformed_lines_are_named(bad: Any, said: str, clean_world: Path) -> No
     assert len(read_trace(trace, 1)) == 1
 
 
-def test_block_tokens_do_not_replace_the_512_that_a_line_says(clean_world: Path) -> None:
-    plain = {"timestamp": 0, "input_length": 33, "output_length": 1}
-    trace = Path(write(clean_world, plain | {"hash_ids": [1], "block_size": 512}))
-    assert [one.block_size for one in read_trace(trace, block_tokens=16)] == [512]
-    trace = Path(write(clean_world, plain | {"hash_ids": [1, 2, 3]}))
-    assert [one.block_size for one in read_trace(trace, block_tokens=16)] == [16]
-
-
 def test_a_malformed_line_is_bad_usage(run: Run, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1]), "{"), "--url", "http://127.0.0.1:1")
     assert (done.code, done.out) == (2, "")

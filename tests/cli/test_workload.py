@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.replay.workload import AGENT_SHARE, Conversation, Transcript, as_text, plan_workload
+from kvferry.app.replay.workload import Conversation, Transcript, as_text, plan_workload
 
 plans = st.builds(
     plan_workload,
@@ -30,18 +30,6 @@ def prompts(conversation: Conversation, label: str, answer: str = "yes", chars_p
     return sent
 
 
-@given(st.integers(), st.integers(1, 5), st.integers(1, 4))
-def test_workload_when_the_seed_is_equal_is_equal(seed: int, conversations: int, turns: int) -> None:
-    one, again = (plan_workload(seed, conversations, turns, 0.5, 1.0) for _ in range(2))
-    assert one == again
-    assert [prompts(item, "a") for item in one] == [prompts(item, "a") for item in again]
-    assert [len(item.turns) for item in one] == [turns] * conversations
-
-
-def test_workload_when_the_seed_differs_differs() -> None:
-    assert plan_workload(1, 2, 2, 1.0, 1.0) != plan_workload(2, 2, 2, 1.0, 1.0)
-
-
 @given(plans, st.text(max_size=30))
 def test_prompts_of_a_conversation_begin_with_what_came_before(plan: tuple[Conversation, ...], answer: str) -> None:
     for conversation in plan:
@@ -52,31 +40,12 @@ def test_prompts_of_a_conversation_begin_with_what_came_before(plan: tuple[Conve
 
 
 @given(plans)
-def test_conversations_of_a_kind_share_their_system_prompt_only(plan: tuple[Conversation, ...]) -> None:
-    for is_agent in (False, True):
-        kind = [conversation for conversation in plan if conversation.is_agent is is_agent]
-        transcripts = [Transcript(conversation, 1, "a", 1.0) for conversation in kind]
-        systems = {transcript.messages[0]["content"] for transcript in transcripts}
-        assert len(systems) == bool(kind)
-        first = [prompts(conversation, "a")[0] for conversation in kind]
-        assert len(set(first)) == len(first)
-    assert sum(conversation.is_agent for conversation in plan) == len(plan) // AGENT_SHARE
-
-
-@given(plans)
 def test_prompts_when_the_label_differs_have_one_shape_and_share_no_words(plan: tuple[Conversation, ...]) -> None:
     for conversation in plan:
         one, other = (prompts(conversation, label) for label in ("a", "b"))
         assert [len(prompt) for prompt in one] == [len(prompt) for prompt in other]
         # The first 16 characters are at most a block, even where a token is a character.
         assert {prompt[:16] for prompt in one}.isdisjoint(prompt[:16] for prompt in other)
-
-
-@given(plans, st.floats(0.5, 8))
-def test_prompts_when_tokens_are_longer_are_longer(plan: tuple[Conversation, ...], chars_per_token: float) -> None:
-    for conversation in plan:
-        message = Transcript(conversation, 1, "a", chars_per_token).messages[0]["content"]
-        assert len(message) == max(1, round(conversation.system_tokens * chars_per_token))
 
 
 @given(plans)

@@ -101,10 +101,3 @@ def test_what_if_counts_the_requests_that_end_while_it_is_on(served: Served) -> 
     assert answer["current"]["pool_bytes"] == served.stats()["pool"]["bytes"]
     assert answer["eager"] == answer["lazy"] == answer["ceiling"] == 8 * BLOCK / num_tokens
     assert (answer["unit_tokens"], answer["sampled"]) == (BLOCK, 1)
-
-
-def test_eviction_policy_auto_is_refused_while_running(served: Served) -> None:
-    refused = served.http.patch("/admin/v1/config", json={"eviction_policy": "auto"})
-    assert refused.status_code == 422
-    assert "set lru, which is the default" in refused.text
-    assert served.stats()["pool"]["eviction_policy"] == "lru"

@@ -14,7 +14,6 @@ import typer
 
 from kvferry.app.cli import console, rules
 from kvferry.app.engines.vllm.requests import aliases_of
-from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.errors import mask_url, url_passwords
 from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.telemetry.logs import SecretMask
@@ -38,23 +37,10 @@ TIERS = {
 }
 
 
-def set_each_setting(text: str) -> None:
-    with suppress(BadSettings):
-        Settings(_env_file=None, **dict.fromkeys(Settings.model_fields, text))
-
-
 def set_each_field_of_tiers(text: str) -> None:
     for kind, fields in TIERS.items():
         with suppress(ValueError):
             read_tiers([{"type": kind, "max_bytes": 1 << 30} | dict.fromkeys(fields, text)])
-
-
-def set_environment(text: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, suppress(BadSettings):
-        patch.setenv("KVFERRY_A" + text[:CHARS].replace("=", ""), text)
-        patch.setenv("KVFERRY_B", "_PORT=tcp://" * (CHARS // 12) + text[-1])
-        patch.setenv("KVFERRY_C" + "_SERVICE_PORT_" * (CHARS // 14) + text[-1], "1")
-        Settings(_env_file=None)
 
 
 def mask_secrets(text: str) -> None:
@@ -95,9 +81,7 @@ def trace_calls(text: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     case.__name__: case
     for case in (
-        set_each_setting,
         set_each_field_of_tiers,
-        set_environment,
         mask_secrets,
         strip_ids,
         match_globs,
