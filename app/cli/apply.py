@@ -134,16 +134,13 @@ def _read(path: Path) -> tuple[dict[str, Items], dict[str, Items]]:
 def _rule(name: str, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     from pydantic import ValidationError
 
+    from kvferry.app.common.call_errors import error_text
     from kvferry.app.operations.policy_json import NamedRuleBody, rule_to_json
 
     try:
         rule = rule_to_json(NamedRuleBody.model_validate({"name": name, **fields}).to_core(name))
     except ValidationError as error:
-        texts = (
-            f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}"
-            for one in error.errors(include_url=False, include_context=False, include_input=False)
-        )
-        raise ValueError("; ".join(texts)) from None
+        raise ValueError(error_text(error, "rule")) from None
     return _compared_rule(rule), fields
 
 

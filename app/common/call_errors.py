@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 BODY_FIELD = "body"
 
@@ -82,6 +82,13 @@ def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1, whole: str 
         path = ".".join(str(part) for part in error["loc"][skip:]) or whole
         messages.setdefault(path[:200], []).append(_message(error))
     return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
+
+
+def error_text(error: ValidationError, whole: str, most: int = 10) -> str:
+    """Return up to `most` errors of Pydantic on one line; those of no single field are of `whole`."""
+    fields = field_errors(error.errors(include_url=False), skip=0, whole=whole)
+    texts = [f"{one.field}: {one.message}" for one in fields[:most]]
+    return "; ".join(texts + ["and more"] * (len(fields) > most))
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -13,10 +13,10 @@ from httpx_sse import SSEError, aconnect_sse
 from pydantic import BaseModel, Field, ValidationError
 
 from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, KVFerryClient, http_options, refusal
+from kvferry.app.common.call_errors import error_text
 
 READ_TIMEOUT_S = 600.0
 COMPLETIONS = "/v1/completions"
-MAX_FAULT_CHARS = 200
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
@@ -125,9 +125,7 @@ def _read_chunk(data: str) -> _Chunk:
     try:
         return _Chunk.model_validate(chunk)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise ClientError(f"stream chunk is not of OpenAI's API: {where}: {fault['msg']}"[:MAX_FAULT_CHARS]) from error
+        raise ClientError(f"stream chunk is not of OpenAI's API: {error_text(error, 'chunk', 1)}") from error
 
 
 def _num_tokens(choice: _Choice) -> int:

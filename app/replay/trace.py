@@ -19,7 +19,7 @@ from typing import Annotated, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from kvferry.app.common.call_errors import field_errors
+from kvferry.app.common.call_errors import error_text
 
 T = TypeVar("T")
 
@@ -193,9 +193,7 @@ def _validated(format_: TypeAdapter[T], text: str | bytes, where: str) -> T:
     try:
         return format_.validate_json(text)
     except ValidationError as error:
-        fields = field_errors(error.errors(include_url=False), skip=0, whole="request")
-        problems = "; ".join(f"{one.field}: {one.message}" for one in fields[:_SHOWN_PROBLEMS])
-        raise BadTrace(f"{where}: {problems}{'; and more' * (len(fields) > _SHOWN_PROBLEMS)}") from error
+        raise BadTrace(f"{where}: {error_text(error, 'request', _SHOWN_PROBLEMS)}") from error
 
 
 def block_size_notice(requests: Sequence[TraceRequest]) -> str | None:

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Protocol
 
@@ -219,11 +219,9 @@ def url_of(listener: socket.socket) -> str:
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit, since each connection takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    # Some systems forbid a soft limit as high as the hard one.
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        # Some systems forbid a soft limit as high as the hard one.
-        _log.debug("limit of open files not raised: %s", error)
 
 
 def server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:

@@ -19,8 +19,7 @@ class LiveSettings:
 
     Args:
         at_start: The settings that were read at start.
-        apply: Applies changed settings before they are current, given the changed names; `change` waits for it. If it
-            raises, it is called again with the current settings, so that a change is applied completely or not at all.
+        apply: Applies changed settings before they are current, given the changed names; `change` waits for it.
         check: Raises if a change is refused; called before `apply`, with the new settings and the changed names.
     """
 
@@ -58,11 +57,7 @@ class LiveSettings:
             changes = {name: value for name, value in (self._changes | dict(patch)).items() if name not in restored}
             settings = self._at_start.change(changes)
             self._check(settings, patch)
-            try:
-                self._apply(settings, patch)
-            except Exception:
-                self._restore(patch)
-                raise
+            self._apply(settings, patch)
             self._changes = changes
             self.current = settings
             self.unapplied = {name: why for name, why in self.unapplied.items() if name not in patch}
@@ -85,13 +80,6 @@ class LiveSettings:
                 self._apply(changed, TOKENS)
                 self._at_start, self.current = at_start, changed
                 _log.info("settings: tokens were read again from their files")
-
-    def _restore(self, names: Collection[str]) -> None:
-        """Apply the current settings again, after a change was applied in part."""
-        try:
-            self._apply(self.current, names)
-        except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
-            _log.exception("settings: reverting a failed change failed")
 
     def record_unapplied(self, name: str, requested: object, value: object, why: str) -> None:
         """Record that `value` applies instead of the requested one, unless the setting was changed since."""

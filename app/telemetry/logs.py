@@ -240,8 +240,6 @@ class LogPipe:
             logger.propagate = logger.name in children
         self.set_level(settings.log_level)
         self._listener.start()
-        self._closing = threading.Lock()
-        self._closed = False
 
     @property
     def dropped(self) -> int:
@@ -264,14 +262,12 @@ class LogPipe:
 
     def close(self) -> None:
         """Write queued records, and restore logging as it was. May be called again."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-        for logger, handlers, propagate, level in self._before:
+        before, self._before = self._before, []
+        for logger, handlers, propagate, level in before:
             logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
-        self._listener.stop()
+        if before:
+            self._listener.stop()
 
     def __enter__(self) -> Self:
         return self

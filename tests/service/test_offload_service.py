@@ -20,7 +20,6 @@ from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
-from kvferry.app.store.retention import HistoryLimits
 from kvferry.core.auto_pause import WINDOW_S
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import make_keys
@@ -173,28 +172,6 @@ def test_auto_pause_degrades_the_service_until_it_is_switched_off(tmp_path: Path
     assert not any("paused" in text for text in service.degraded())
     events = [json.loads(render(event)) for event in service.feed.read(0, 10)[1]]
     assert [(event["type"], event["storing"]) for event in events] == [("storing", "paused"), ("storing", "on")]
-    service.close()
-
-
-def test_failed_change_of_settings_leaves_the_pool_as_it_is(
-    tmp_path: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = make_service(tmp_path, pool, threading.Event())
-    set_limits, fails = service.store.set_limits, [MemoryError("once")]
-
-    def set_limits_or_fail(limits: HistoryLimits) -> None:
-        if fails:
-            raise fails.pop()
-        set_limits(limits)
-
-    monkeypatch.setattr(service.store, "set_limits", set_limits_or_fail)
-    with pytest.raises(MemoryError):
-        service.settings.change({"pool_bytes": SLOTS // 2 * SLOT_BYTES})
-    assert service.manager.counts().wanted_slots == SLOTS
-    service.settings.change({"log_level": "info"})
-    assert service.manager.counts().wanted_slots == SLOTS
-    service.settings.change({"pool_bytes": SLOTS // 2 * SLOT_BYTES})
-    assert service.manager.counts().wanted_slots == SLOTS // 2
     service.close()
 
 
