@@ -13,7 +13,7 @@ import httpx
 from kvferry.app.client import Json, KVFerryClient
 from kvferry.app.replay.report import CacheUse, cache_use, first_token_times, named_errors, settled_stats
 from kvferry.app.replay.sender import COMPLETIONS, Answer, Model, open_client, send
-from kvferry.app.replay.workload import Conversation, Message, Transcript, as_text, make_text
+from kvferry.app.replay.workload import Conversation, Transcript, make_text
 
 QUANTILES = (50, 95)
 PROBE_CHARS = 600
@@ -33,11 +33,11 @@ class Target:
     admin: KVFerryClient
     chars_per_token: float = 1.0
 
-    def body(self, messages: Sequence[Message], output_tokens: int, params: Mapping[str, Any]) -> Json:
+    def body(self, prompt: str, output_tokens: int, params: Mapping[str, Any]) -> Json:
         """Return the body of a request for the next message of the assistant."""
         return {
             "model": self.model.name,
-            "prompt": as_text(messages),
+            "prompt": prompt,
             "max_tokens": output_tokens,
             "temperature": 0.0,
             "stream_options": {"include_usage": True},
@@ -138,7 +138,7 @@ class Pass:
         for number, turn in enumerate(conversation.turns):
             await asyncio.sleep(turn.think_s)
             transcript.add_message(number)
-            body = target.body(transcript.messages, turn.output_tokens, self.plan.params)
+            body = target.body(transcript.prompt, turn.output_tokens, self.plan.params)
             request_id = f"demo-{run_id}-{conversation.name}-{number + 1}"
             answer = await send(client, body, request_id)
             result = TurnResult(conversation.name, number + 1, request_id, answer)
@@ -152,12 +152,12 @@ class Pass:
 async def probe(engine: KVFerryClient, model: Model, admin: KVFerryClient, run_id: str) -> Target:
     """Send one prompt, and return the engine with the length of its tokens. Raises `BadEngine`."""
     num_chars = min(PROBE_CHARS, (model.context_tokens or 2 * PROBE_CHARS) // 2)
-    messages = [{"role": "user", "content": make_text(run_id, num_chars, "Question:")}]
+    prompt = make_text(run_id, num_chars, "Question:")
     target = Target(engine, model, admin)
     async with open_client(engine, 1) as client:
-        answer = await send(client, target.body(messages, 2, WITHOUT_OFFLOADING), f"demo-{run_id}-probe")
+        answer = await send(client, target.body(prompt, 2, WITHOUT_OFFLOADING), f"demo-{run_id}-probe")
     if answer.error is not None:
         raise BadEngine(f"{engine.url}{COMPLETIONS}: {answer.error}")
     if not answer.prompt_tokens:
         raise BadEngine(f"{engine.url}{COMPLETIONS}: reports no usage in streams (stream_options.include_usage)")
-    return replace(target, chars_per_token=len(as_text(messages)) / answer.prompt_tokens)
+    return replace(target, chars_per_token=len(prompt) / answer.prompt_tokens)

@@ -7,10 +7,7 @@ labels send prompts of the same shape that share nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-Message = Mapping[str, str]
 
 AGENT_SHARE = 3
 """One of this many conversations is an agent."""
@@ -107,26 +104,25 @@ def plan_workload(seed: int, conversations: int, turns: int, scale: float, think
 
 
 class Transcript:
-    """The messages of one conversation so far, with words made from seed and label."""
+    """The prompt of one conversation so far, with words made from seed and label. It only grows."""
 
     def __init__(self, conversation: Conversation, seed: int, label: str, chars_per_token: float) -> None:
         self._conversation = conversation
         self._seed_text = f"{seed}/{label}"
         self._chars_per_token = chars_per_token
         kind = "agent with tools" if conversation.is_agent else "assistant"
-        system = self._words(kind, conversation.system_tokens, f"You are an {kind}.")
-        self.messages: list[Message] = [{"role": "system", "content": system}]
+        self.prompt = f"system: {self._words(kind, conversation.system_tokens, f'You are an {kind}.')}\n"
 
     def add_message(self, turn: int) -> None:
         """Append the message of a user, or the result of an agent's tool, for this turn."""
         start = "Result of the tool:" if self._conversation.is_agent and turn else "Question:"
         name = f"{self._conversation.name}/{turn}"
         content = self._words(name, self._conversation.turns[turn].message_tokens, start)
-        self.messages.append({"role": "user", "content": content})
+        self.prompt += f"user: {content}\nassistant: "
 
     def add_answer(self, text: str) -> None:
         """Append the engine's answer."""
-        self.messages.append({"role": "assistant", "content": text})
+        self.prompt += f"{text}\n"
 
     def _words(self, name: str, tokens: int, start: str) -> str:
         return make_text(f"{self._seed_text}/{name}", round(tokens * self._chars_per_token), start)
@@ -141,12 +137,6 @@ def make_text(seed_text: str, num_chars: int, start: str) -> str:
         parts.append(rng.choice(_WORDS))
         length += len(parts[-1]) + 1
     return " ".join(parts)[: max(1, num_chars)]
-
-
-def as_text(messages: Iterable[Message]) -> str:
-    """Return messages as one prompt. More messages after it only append to the prompt and the answer."""
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join(lines) + "assistant: "
 
 
 def _thinking(rng: random.Random, mean_s: float) -> float:

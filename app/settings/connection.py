@@ -6,7 +6,6 @@ no state folder was set, it is the only one of this user on this host.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from kvferry.app.common.discovery import FoundService, find_on_host, find_services
@@ -44,12 +43,6 @@ def _url(text: str) -> str:
     return parts.geturl().rstrip("/")
 
 
-def _folder(path: Path) -> Path:
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError("is not a folder; name another")
-    return path
-
-
 class _ClientSettings(SourcedSettings):
     """What clients need of the settings; all others are ignored, valid or not."""
 
@@ -59,7 +52,7 @@ class _ClientSettings(SourcedSettings):
     admin_token: Tokens | None = None
     read_token: Tokens | None = None
     engine_api_key: Token | None = None
-    state_dir: Annotated[FolderPath, AfterValidator(_folder)] = Field(default_factory=lambda: user_state_path(APP_NAME))
+    state_dir: FolderPath = Field(default_factory=lambda: user_state_path(APP_NAME))
     engine_name: str | None = None
 
     @property
@@ -158,16 +151,12 @@ def find_engine(
     """
     settings = _with_arguments(read_sources(_ClientSettings, {}, ENV_FILE), {option: url})
     engine_url = (settings.url if url else None) or service.url
-    key = _plain(settings.engine_api_key)
+    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
     if is_found and url is None:
         settings.check_same_source((URL, "state_dir"), ("engine_api_key",))
     if key is None and _origin(engine_url) == _origin(service.url):
         key = service.token
     return Connection(engine_url, key)
-
-
-def _plain(secret: SecretStr | None) -> str | None:
-    return None if secret is None else secret.get_secret_value()
 
 
 def _origin(url: str) -> tuple[str, str | None, int]:

@@ -369,7 +369,6 @@ def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> 
         (("stats", "--url", "http://u:hunter2@h"), {}, "url=http://u:***@h (argument): must be a URL"),
         (("stats",), {"ADMIN_TOKEN": "two words"}, "KVFERRY_ADMIN_TOKEN=*** (environment variable): must be printable"),
         (("stats",), {"ADMIN_TOKEN_FILE": "gone"}, "KVFERRY_ADMIN_TOKEN_FILE=gone (environment variable): there is no"),
-        (("stats",), {"STATE_DIR": "/dev/null"}, "KVFERRY_STATE_DIR=/dev/null (environment variable): is not a folder"),
         (("stats", "--interval-s", "0"), {}, "--interval-s"),
         (("stats", "more"), {}, "more"),
         (("polcy",), {}, "polcy"),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.replay.workload import Conversation, Transcript, as_text, plan_workload
+from kvferry.app.replay.workload import Conversation, Transcript, plan_workload
 
 plans = st.builds(
     plan_workload,
@@ -25,7 +25,7 @@ def prompts(conversation: Conversation, label: str, answer: str = "yes", chars_p
     sent = []
     for turn in range(len(conversation.turns)):
         transcript.add_message(turn)
-        sent.append(as_text(transcript.messages))
+        sent.append(transcript.prompt)
         transcript.add_answer(answer)
     return sent
 
@@ -54,6 +54,6 @@ def test_prompts_when_answers_are_noise_stay_within_the_bound(plan: tuple[Conver
         transcript = Transcript(conversation, 1, "a", 1.0)
         for number, turn in enumerate(conversation.turns):
             transcript.add_message(number)
-            length = len(as_text(transcript.messages).encode()) + turn.output_tokens
+            length = len(transcript.prompt.encode()) + turn.output_tokens
             transcript.add_answer("\N{REPLACEMENT CHARACTER}" * turn.output_tokens)
         assert length <= conversation.max_tokens
