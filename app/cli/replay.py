@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from kvferry.app.cli.console import (
     ExitCode,
+    Failed,
     complain,
     count,
     err,
@@ -28,7 +30,7 @@ from kvferry.app.cli.tables import show_answer
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
     from kvferry.app.replay.report import Report
-    from kvferry.app.replay.runner import Outcome
+    from kvferry.app.replay.runner import Outcome, Pace
     from kvferry.app.replay.trace import MappedRequest
 
 
@@ -91,6 +93,7 @@ def replay(
     A hash id of the trace is always replaced by the same tokens, so that shared prefixes of the trace are preserved.
     """
     from kvferry.app.replay.report import make_report, settled_stats
+    from kvferry.app.replay.runner import Pace
     from kvferry.app.replay.sender import served_model
     from kvferry.app.replay.trace import (
         SCALED_BLOCK_TOKENS,
@@ -106,10 +109,8 @@ def replay(
     try:
         recorded = sample_trace(seed)[:requests] if trace is None else read_trace(trace, requests, block_tokens)
     except BadTrace as error:
-        complain(str(error))
-        return ExitCode.USAGE
-    notice = block_size_notice(recorded)
-    if notice is not None:
+        raise Failed(str(error), ExitCode.USAGE) from error
+    if notice := block_size_notice(recorded):
         note(notice)
     if requests is not None and len(recorded) < requests:
         note(f"the trace has {count(len(recorded))} requests, fewer than --requests {count(requests)}")
@@ -124,16 +125,8 @@ def replay(
         mapped = [map_request(request, mapping) for request in recorded]
         before = admin.get("stats")
         started_s = time.perf_counter()
-        outcomes = _run(
-            mapped,
-            engine,
-            model.name,
-            concurrency,
-            speed=speed,
-            at_times=respect_timestamps,
-            sessions=sessions,
-            quiet=as_json,
-        )
+        pace = Pace(concurrency, speed, respect_timestamps, sessions)
+        outcomes = _run(mapped, engine, model.name, pace, quiet=as_json)
         total_s = time.perf_counter() - started_s
         after = settled_stats(admin)
     report = make_report(outcomes, total_s, before, after)
@@ -149,17 +142,7 @@ def replay(
     return ExitCode.REFUSED if report.failed or is_partial else ExitCode.OK
 
 
-def _run(
-    mapped: list[MappedRequest],
-    engine: KVFerryClient,
-    model: str,
-    concurrency: int,
-    *,
-    speed: float,
-    at_times: bool,
-    sessions: bool,
-    quiet: bool,
-) -> list[Outcome]:
+def _run(mapped: list[MappedRequest], engine: KVFerryClient, model: str, pace: Pace, *, quiet: bool) -> list[Outcome]:
     """Return the outcomes, after Ctrl-C those of the requests that have ended."""
     from kvferry.app.replay.runner import run_replay
 
@@ -187,14 +170,9 @@ def _run(
             failed += outcome.answer.error is not None
             progress.update(task, advance=1, counts=counts())
 
-        try:
-            return run_async(
-                lambda: run_replay(
-                    mapped, engine, model, concurrency, on_done, speed=speed, at_times=at_times, sessions=sessions
-                )
-            )
-        except KeyboardInterrupt:
-            return ended
+        with suppress(KeyboardInterrupt):
+            run_async(lambda: run_replay(mapped, engine, model, pace, on_done))
+    return ended
 
 
 def _print_report(report: Report, scale: str) -> None:

@@ -73,16 +73,14 @@ def stats(
                     streams.enter_context(closing(client.events("stats/stream", interval_s=interval_s)))
                     for client in clients
                 ]
-                snapshots = map(add_up, zip(*ranks, strict=False))
-                if as_json:
-                    for snapshot in snapshots:
+                is_live = out.is_terminal and not as_json
+                live = streams.enter_context(Live(console=out, auto_refresh=False)) if is_live else None
+                for snapshot in map(add_up, zip(*ranks, strict=False)):
+                    if as_json:
                         print_json_line(snapshot)
-                elif out.is_terminal:
-                    with Live(console=out, auto_refresh=False) as live:
-                        for snapshot in snapshots:
-                            live.update(render(snapshot, _problems(clients)), refresh=True)
-                else:
-                    for snapshot in snapshots:
+                    elif live is not None:
+                        live.update(render(snapshot, _problems(clients)), refresh=True)
+                    else:
                         out.print(render(snapshot, _problems(clients)))
         except KeyboardInterrupt:
             return 0

@@ -93,8 +93,7 @@ def _replay(
         trace = read_trace(path, block_tokens=block_tokens)
     except BadTrace as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
-    notice = block_size_notice(trace)
-    if notice is not None:
+    if notice := block_size_notice(trace):
         note(notice)
     num_blocks, size_tokens = count_blocks(trace), trace[0].block_size
     pool_blocks = pool_blocks or max(num_blocks // _POOL_SHARE, 1)

@@ -23,40 +23,33 @@ class Outcome:
     answer: Answer
 
 
-async def run_replay(
-    requests: Sequence[MappedRequest],
-    engine: KVFerryClient,
-    model: str,
-    concurrency: int,
-    on_done: Callable[[Outcome], None],
-    *,
-    speed: float = 1.0,
-    at_times: bool = False,
-    sessions: bool = False,
-) -> list[Outcome]:
-    """Send all requests and return their outcomes, in order. An error does not stop the replay.
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When requests are sent, at most `concurrency` of them, or of sessions, at once."""
 
-    Args:
-        requests: What to send, in the order of their times.
-        engine: Names the URL.
-        model: Name of the model.
-        concurrency: Most requests at once, or most sessions.
-        on_done: Called with each outcome.
-        speed: Factor on the trace's times.
-        at_times: Send at the trace's times, not as fast as possible.
-        sessions: Send the requests of a session one after another, each after its think time.
-    """
-    outcomes: list[Outcome | None] = [None] * len(requests)
-    queue = iter(_chains(requests) if sessions else [[one] for one in enumerate(requests)])
+    concurrency: int
+    speed: float = 1.0
+    """Factor on the trace's times."""
+    at_times: bool = False
+    """Send at the trace's times, not as fast as possible."""
+    sessions: bool = False
+    """Send the requests of a session one after another, each after its think time."""
+
+
+async def run_replay(
+    requests: Sequence[MappedRequest], engine: KVFerryClient, model: str, pace: Pace, on_done: Callable[[Outcome], None]
+) -> None:
+    """Send all requests in the order of their times; `on_done` gets each outcome. An error does not stop the replay."""
+    queue = iter(_chains(requests) if pace.sessions else [[one] for one in enumerate(requests)])
     run_id = secrets.token_hex(4)
     started_s = time.perf_counter()
 
     async def wait(request: MappedRequest, previous: MappedRequest, ended_s: float | None) -> None:
         """Wait until a request may be sent: the first of its chain, or the one after an answer at `ended_s`."""
-        at_s = started_s + request.at_s / speed if at_times else 0.0
+        at_s = started_s + request.at_s / pace.speed if pace.at_times else 0.0
         if ended_s is not None:
             delay_s = request.at_s - previous.at_s if request.delay_s is None else request.delay_s
-            at_s = ended_s + delay_s / speed
+            at_s = ended_s + delay_s / pace.speed
         await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
 
     async def work(client: httpx.AsyncClient, queue: Iterator[Sequence[tuple[int, MappedRequest]]]) -> None:
@@ -66,13 +59,11 @@ async def run_replay(
                 await wait(request, previous, ended_s)
                 outcome = await _send(client, request, model, f"replay-{run_id}-{index}")
                 ended_s, previous = time.perf_counter(), request
-                outcomes[index] = outcome
                 on_done(outcome)
 
-    async with open_client(engine, concurrency) as client, asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(requests))):
+    async with open_client(engine, pace.concurrency) as client, asyncio.TaskGroup() as group:
+        for _ in range(min(pace.concurrency, len(requests))):
             group.create_task(work(client, queue))
-    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _chains(requests: Sequence[MappedRequest]) -> list[list[tuple[int, MappedRequest]]]:
