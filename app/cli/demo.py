@@ -21,7 +21,6 @@ from kvferry.app.cli.console import (
     end_on_signals,
     note,
     out,
-    percentage,
     print_json,
     run_async,
     words,
@@ -228,7 +227,7 @@ def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> 
 
     for name, quantile in (("time to first token, median", "p50"), ("time to first token, p95", "p95")):
         times = [result.first_token_s.get(quantile) for result in results]
-        row(name, times, duration, _change(times))
+        row(name, times, duration, _change(times, _faster))
     row("requests", [result.requests for result in results], count)
     if any(result.failed for result in results):
         row("  failed", [result.failed for result in results], count)
@@ -236,7 +235,7 @@ def comparison(results: Sequence[PassResult], *, with_changes: bool = False) -> 
     caches = [result.cache for result in results]
     row("prompt tokens", [None if one is None else one.prompt_tokens for one in caches], count)
     computed = [_computed(result) for result in results]
-    row("  computed", computed, count, _fewer(computed))
+    row("  computed", computed, count, _change(computed, _fewer))
     row("  from the device", [None if one is None else one.device_tokens for one in caches], count)
     row("  from the pool and tiers", [None if one is None else _loaded(one) for one in caches], count)
     row("total time", [result.total_s for result in results], duration)
@@ -256,23 +255,21 @@ def _computed(result: PassResult) -> int | None:
     return None if result.cache is None else result.cache.recomputed_tokens
 
 
-def _change(times: Sequence[float | None]) -> str:
-    """Format how the second time compares with the first."""
-    if len(times) < 2 or not times[0] or not times[1]:
-        return ""
-    faster = times[0] / times[1]
-    if 1 / SAME < faster < SAME:
-        return "about the same"
-    return f"{faster:.1f}x faster" if faster > 1 else f"{1 / faster:.1f}x slower"
+def _faster(ratio: float) -> str:
+    return f"{1 / ratio:.1f}x faster" if ratio < 1 else f"{ratio:.1f}x slower"
 
 
-def _fewer(numbers: Sequence[int | None]) -> str:
-    if len(numbers) < 2 or not numbers[0] or numbers[1] is None:
+def _fewer(ratio: float) -> str:
+    return f"{abs(1 - ratio):.1%} {'fewer' if ratio < 1 else 'more'}"
+
+
+def _change(values: Sequence[float | None], describe: Callable[[float], str]) -> str:
+    """Format how the second value compares with the first; empty if one is unknown."""
+    first, last = values
+    if not first or last is None:
         return ""
-    ratio = numbers[1] / numbers[0]
-    if 1 / SAME < ratio < SAME:
-        return "about the same"
-    return f"{percentage(abs(numbers[0] - numbers[1]), numbers[0])} {'fewer' if ratio < 1 else 'more'}"
+    ratio = last / first
+    return "about the same" if 1 / SAME < ratio < SAME else describe(ratio)
 
 
 def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterator[str]:

@@ -150,27 +150,24 @@ class GuardedCopies:
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         with self._hook_timer:
-            return self._poll()
-
-    def _poll(self) -> list[TransferResult]:
-        refused, self._refused = self._refused, []
-        # Checked before `poll`: a job that ends after this is in the next call's results.
-        ended = {job_id for job_id in self._doubtful if self._has_ended(job_id)}
-        polled: list[TransferResult] = []
-        try:
-            polled = self._inner.poll()
-        except Exception as error:  # noqa: BLE001 - its results are looked for at the next call
-            self._record_error("poll of the copy engine", error)
-            self._doubtful = set(self._open)
-        else:
-            self._doubtful -= ended
-        results = [one for one in (*refused, *polled) if one.job_id in self._open]
-        lost = ended - {one.job_id for one in results}
-        results += [self._failed(job_id, "its result is lost") for job_id in sorted(lost)]
-        for one in results:
-            self._open.discard(one.job_id)
-        self._doubtful &= self._open
-        return results
+            refused, self._refused = self._refused, []
+            # Checked before `poll`: a job that ends after this is in the next call's results.
+            ended = {job_id for job_id in self._doubtful if self._has_ended(job_id)}
+            polled: list[TransferResult] = []
+            try:
+                polled = self._inner.poll()
+            except Exception as error:  # noqa: BLE001 - its results are looked for at the next call
+                self._record_error("poll of the copy engine", error)
+                self._doubtful = set(self._open)
+            else:
+                self._doubtful -= ended
+            results = [one for one in (*refused, *polled) if one.job_id in self._open]
+            lost = ended - {one.job_id for one in results}
+            results += [self._failed(job_id, "its result is lost") for job_id in sorted(lost)]
+            for one in results:
+                self._open.discard(one.job_id)
+            self._doubtful &= self._open
+            return results
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
