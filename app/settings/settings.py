@@ -6,10 +6,9 @@ Unknown names, invalid values and broken rules between settings are reported tog
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,7 +19,6 @@ from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, SECTIONS, PoolKind
 from kvferry.app.settings.sources import (
     DEFAULT,
     RUNTIME,
-    SettingOrigin,
     SettingSource,
     Source,
     SourcedSettings,
@@ -143,11 +141,6 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
         yield "pool_kind", ("pool_path",), "needs KVFERRY_POOL_PATH, the folder of the pool's file"
 
 
-def _respelled(message: str, spell: Callable[[str], str]) -> str:
-    """Return a message with each environment variable of a setting replaced by `spell` of the setting's name."""
-    return _SETTING.sub(lambda found: spell(found[1].lower()), message)
-
-
 class Settings(SettingFields):
     """All settings of one kvferry process, validated and frozen.
 
@@ -217,11 +210,11 @@ class Settings(SettingFields):
     def as_written(self, message: str) -> str:
         """Return a message with settings given by the engine spelled as they were given, without the prefix."""
 
-        def spell(name: str) -> str:
-            origin, spelled = self.origin_of(name)
-            return spelled if origin.source is Source.CONNECTOR else PREFIX + name.upper()
+        def spell(found: re.Match[str]) -> str:
+            origin, spelled = self.origin_of(found[1].lower())
+            return spelled if origin.source is Source.CONNECTOR else found[0]
 
-        return _respelled(message, spell)
+        return _SETTING.sub(spell, message)
 
     def change(self, patch: Mapping[str, object]) -> Self:
         """Return these settings with some of the mutable ones changed.
@@ -252,13 +245,8 @@ class Settings(SettingFields):
         for name, others, advice in _broken_rules(self):
             if not {name, *others} & set(unreadable):
                 origin, spelled = self.origin_of(name)
-                value, text = plain(name, getattr(self, name)), _respelled(advice, partial(self._spelled_like, origin))
+                value, text = plain(name, getattr(self, name)), self.as_written(advice)
                 yield value_problem(name, spelled, value, origin.label, text, is_secret=name in NAMES.secrets)
-
-    def _spelled_like(self, place: SettingOrigin, name: str) -> str:
-        """Return how a setting is spelled where it was set, and a default as it would be in `place`."""
-        origin, spelled = self.origin_of(name)
-        return place.spell(name) if origin is DEFAULT else spelled
 
     def resolved_database_url(self) -> str:
         """Return the database URL with its password and the state folder. Not for logs."""

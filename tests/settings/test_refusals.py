@@ -163,7 +163,7 @@ def test_metrics_address_has_the_rules_of_the_host(setenv: Setenv) -> None:
 
 def test_metrics_address_that_is_not_one_of_its_own_is_refused() -> None:
     (problem,) = refused(metrics_host="127.0.0.1")
-    assert "is used only with metrics_port" in problem
+    assert "is used only with KVFERRY_METRICS_PORT" in problem
     (problem,) = refused(metrics_port=8787)
     assert problem.startswith("metrics_port=8787 (given by the engine): is where the admin API listens")
     assert Settings(metrics_port=0, port=0).metrics_address == ("127.0.0.1", 0)
@@ -173,19 +173,20 @@ def test_metrics_address_that_is_not_one_of_its_own_is_refused() -> None:
 def test_cross_checks_name_both_numbers() -> None:
     (problem,) = refused(max_batched_tokens=8, max_running=4)
     assert problem == (
-        "max_batched_tokens=8 (given by the engine): a step of 8 tokens is less than a block of block_size=16 tokens"
+        "max_batched_tokens=8 (given by the engine): a step of 8 tokens is less than a block of "
+        "KVFERRY_BLOCK_SIZE=16 tokens"
     )
     (problem,) = refused(pool_path="/tmp/pool")
-    assert "pool_kind is pinned" in problem
+    assert "KVFERRY_POOL_KIND is pinned" in problem
     (problem,) = refused(pool_kind="file")
-    assert "pool_path" in problem
+    assert "KVFERRY_POOL_PATH" in problem
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])
 def test_other_hosts_than_loopback_need_a_token(host: str) -> None:
     (problem,) = refused(host=host)
     assert problem.startswith(f"host={host} ")
-    assert "set admin_token, or host=127.0.0.1" in problem
+    assert "set KVFERRY_ADMIN_TOKEN, or host=127.0.0.1" in problem
     assert Settings(host=host, admin_token="t" * 16).host == host
     assert Settings(host=host, read_token="t" * 16).host == host
 
