@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from kvferry.app.cli.console import moment
-from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, SinceOption, answers
+from kvferry.app.cli.tenants import TenantOption
 
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "session")
 
@@ -15,16 +16,11 @@ COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "te
 @answers(*COLUMNS, spare=("session", "tenant", "position"), empty="no evictions")
 def evictions(
     service: Service,
-    since: Annotated[
-        str | None,
-        typer.Option(callback=moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
-    ] = None,
+    since: SinceOption = None,
     until: Annotated[str | None, typer.Option(callback=moment, metavar="WHEN", help="Before this time.")] = None,
     reason: Annotated[str | None, typer.Option(metavar="NAME", help="Only for this reason, such as capacity.")] = None,
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only blocks that this request stored.")] = None,
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
-    ] = None,
+    tenant: TenantOption = None,
     limit: LimitOption = 50,
     cursor: CursorOption = None,
     summary: Annotated[

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, finite, note, print_json, widen, words
+from kvferry.app.cli.console import ExitCode, finite, moment, note, print_json, widen, words
 from kvferry.app.cli.tables import Json, show_answer
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ LimitOption = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Ma
 CursorOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
 ]
+SinceOption = Annotated[
+    str | None,
+    typer.Option(callback=moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
+]
+TierOption = Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this tier; may be repeated.")]
 TtlOption = Annotated[
     float | None,
     typer.Option("--ttl-s", callback=finite, metavar="SECONDS", help="Time until it expires.", show_default="3600"),

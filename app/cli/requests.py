@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvferry.app.cli.console import SOURCES, count, duration, moment, out, percentage, words
-from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers, path_to
+from kvferry.app.cli.console import SOURCES, count, duration, out, percentage, words
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, SinceOption, answers, path_to
 from kvferry.app.cli.tables import Json, show_answer
+from kvferry.app.cli.tenants import SessionGlob, TenantOption
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 
 COLUMNS = (
@@ -44,17 +45,12 @@ def requests(
     state: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only in this state: waiting, loading, running or finished.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's (its digest).")] = None,
-    session: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only sessions with this id, or with ids that match this glob.")
-    ] = None,
+    tenant: TenantOption = None,
+    session: SessionGlob = None,
     missed: Annotated[
         bool, typer.Option("--missed", metavar="", help="Only those that missed more than the tail.")
     ] = False,
-    since: Annotated[
-        str | None,
-        typer.Option(callback=moment, metavar="WHEN", help="Arrived at this time or later, or within 15m, 2h, 1d."),
-    ] = None,
+    since: SinceOption = None,
     limit: LimitOption = 20,
     cursor: CursorOption = None,
 ) -> Answer:

@@ -9,21 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.app.cli.console import confirm, count, finite, note, out, size
-from kvferry.app.cli.remote import Answer, Result, Service, answers
-from kvferry.app.cli.tenants import SaltFileOption, tenant_of
+from kvferry.app.cli.remote import Answer, Result, Service, TierOption, answers
+from kvferry.app.cli.tenants import LoraGlob, RequestGlob, SaltFileOption, SessionGlob, TenantGlob, tenant_of
 
-TenantOption = Annotated[
-    str | None, typer.Option(help="Only blocks stored for tenants that match this glob.", metavar="GLOB")
-]
-LoraOption = Annotated[
-    str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")
-]
-RequestOption = Annotated[
-    str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
-]
-SessionOption = Annotated[
-    str | None, typer.Option(help="Only blocks stored in sessions whose ids match this glob.", metavar="GLOB")
-]
 ANSWER_S = 30.0
 """Time for the response once the transfers have ended."""
 
@@ -57,12 +45,12 @@ def _print_reset(answer: Mapping[str, Any]) -> None:
 @answers(show=_print_reset)
 def reset(
     service: Service,
-    tier: Annotated[list[str] | None, typer.Option(help="Only this tier; may be repeated.", metavar="NAME")] = None,
-    tenant: TenantOption = None,
+    tier: TierOption = None,
+    tenant: TenantGlob = None,
     cache_salt_file: SaltFileOption = None,
-    lora: LoraOption = None,
-    request: RequestOption = None,
-    session: SessionOption = None,
+    lora: LoraGlob = None,
+    request: RequestGlob = None,
+    session: SessionGlob = None,
     drain_timeout_s: Annotated[
         float,
         typer.Option(

@@ -9,7 +9,7 @@ import typer
 
 from kvferry.app.cli.policy import parse_policy
 from kvferry.app.cli.remote import Answer, Service, answers, path_to
-from kvferry.app.cli.tenants import SaltFileOption, tenant_of
+from kvferry.app.cli.tenants import LoraGlob, RequestGlob, SaltFileOption, SessionGlob, TenantGlob, tenant_of
 
 app = typer.Typer(
     no_args_is_help=True, help="Named policies for matching requests; only the first matching rule applies."
@@ -62,18 +62,10 @@ def change(
     name: Name,
     fields: Fields = None,
     order: Annotated[int, typer.Option(metavar="N", help="Position; the lowest is evaluated first.")] = 0,
-    request: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only requests whose ids match this glob.")
-    ] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only requests with a LoRA that matches this glob; '?*' is any.")
-    ] = None,
-    session: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only sessions whose ids match this glob; '*' is any.")
-    ] = None,
-    tenant: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="Only tenants whose digests match this glob.")
-    ] = None,
+    request: RequestGlob = None,
+    lora: LoraGlob = None,
+    session: SessionGlob = None,
+    tenant: TenantGlob = None,
     cache_salt_file: SaltFileOption = None,
     priority: Annotated[
         str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only requests of this priority.")

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from kvferry.app.cli.console import SOURCES, finite
-from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, answers, path_to
+from kvferry.app.cli.remote import Answer, CursorOption, LimitOption, Service, TierOption, answers, path_to
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(
@@ -68,9 +68,7 @@ def release(
 def prefetch(
     service: Service,
     session: Session,
-    tier: Annotated[
-        list[str] | None, typer.Option(help="Only from this tier; may be repeated.", metavar="NAME")
-    ] = None,
+    tier: TierOption = None,
     tenant: TenantOption = None,
     cache_salt_file: SaltFileOption = None,
 ) -> Answer:

@@ -23,6 +23,13 @@ SaltFileOption = Annotated[
     ),
 ]
 
+TenantOption = Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (its digest).")]
+TenantGlob = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tenants whose digests match this glob.")]
+LoraGlob = Annotated[str | None, typer.Option(metavar="GLOB", help="Only LoRAs that match this glob; '?*' is any.")]
+RequestGlob = Annotated[str | None, typer.Option(metavar="GLOB", help="Only requests whose ids match this glob.")]
+SessionGlob = Annotated[
+    str | None, typer.Option(metavar="GLOB", help="Only sessions whose ids match this glob; '*' is any.")
+]
 TenantArgument = Annotated[str | None, typer.Argument(metavar="[TENANT]", help="Digest of the tenant.")]
 
 

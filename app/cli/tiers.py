@@ -11,8 +11,9 @@ import typer
 
 from kvferry.app.cli.console import ExitCode, err, note, size
 from kvferry.app.cli.remote import Answer, Result, Service, answers, path_to
-from kvferry.app.cli.reset import ANSWER_S, TenantOption
+from kvferry.app.cli.reset import ANSWER_S
 from kvferry.app.cli.tables import show_answer
+from kvferry.app.cli.tenants import TenantGlob
 
 app = typer.Typer(no_args_is_help=True, help="The tiers below the pool: list, attach, disable, detach and flush them.")
 
@@ -108,7 +109,7 @@ def detach(
 
 @app.command("flush")
 @answers()
-def flush(service: Service, name: Name, tenant: TenantOption = None) -> Answer:
+def flush(service: Service, name: Name, tenant: TenantGlob = None) -> Answer:
     """Copy the pool's blocks to a tier, beginnings of prompts first, and wait. Ctrl-C ends it."""
     path = f"{path_to('tiers', name)}/flush"
     try:

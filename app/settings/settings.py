@@ -120,9 +120,6 @@ def _broken_rules(s: SettingFields) -> Iterator[tuple[str, tuple[str, ...], str]
             yield name, (remote[0],), advice
     if s.metrics_host is not None and s.metrics_port is None:
         yield "metrics_host", ("metrics_port",), "is used only with KVFERRY_METRICS_PORT; set that too, or leave it out"
-    if s.metrics_port and s.metrics_port == s.port and hosts["metrics_host"] == s.host:
-        advice = "is where the admin API listens, which has /metrics too; set another port, or leave it out"
-        yield "metrics_port", ("port", "host", "metrics_host"), advice
     if set(tokens["admin_token"]) & set(tokens["read_token"]):
         yield "read_token", ("admin_token",), "must differ from KVFERRY_ADMIN_TOKEN, or readers could change things"
     step = f"a step of {s.max_batched_tokens} tokens is"
