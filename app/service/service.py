@@ -219,7 +219,7 @@ class OffloadService:
                 guarding=self.guard.guarding,
             )
             self._pool_watch = None if kept is None or pool.mapped is None else PoolWatch(kept, self._on_pool_truncated)
-            self.settings = LiveSettings(settings, self._apply, check=self._check)
+            self.settings = LiveSettings(settings, self._apply)
             self._threads = ThreadWatch(self._watched_threads)
             self._supervisor = Supervisor(stopping, self._checks())
             self._undo = undo.pop_all()
@@ -387,13 +387,13 @@ class OffloadService:
 
     # --- changes while running ------------------------------------------------------------------------------------
 
-    def _check(self, settings: Settings, names: Collection[str]) -> None:
-        """Raise `SizeNotPossible` or `PinnedBlocks` for a valid change that is not possible now."""
+    def _apply(self, settings: Settings, names: Collection[str]) -> None:
+        """Apply settings that can change while running, of which those with these names may have changed.
+
+        Raises `SizeNotPossible` or `PinnedBlocks` for a valid change that is not possible now.
+        """
         if "pool_bytes" in names:
             self._resizer.check(settings.pool_bytes)
-
-    def _apply(self, settings: Settings, names: Collection[str]) -> None:
-        """Apply settings that can change while running, of which those with these names may have changed."""
         self._configure_logs(settings)
         with self.guard.guarding("settings"):
             self._apply_to_core(settings)

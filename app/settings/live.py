@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvferry.app.settings.errors import BadSettings
@@ -19,20 +20,13 @@ class LiveSettings:
 
     Args:
         at_start: The settings that were read at start.
-        apply: Applies changed settings before they are current, given the changed names; `change` waits for it.
-        check: Raises if a change is refused; called before `apply`, with the new settings and the changed names.
+        apply: Applies changed settings before they are current, given the changed names, or raises if they are refused.
+            Then it is called again with the current settings.
     """
 
-    def __init__(
-        self,
-        at_start: Settings,
-        apply: Callable[[Settings, Collection[str]], None],
-        *,
-        check: Callable[[Settings, Collection[str]], None] = lambda _settings, _names: None,
-    ) -> None:
+    def __init__(self, at_start: Settings, apply: Callable[[Settings, Collection[str]], None]) -> None:
         self._at_start = at_start
         self._apply = apply
-        self._check = check
         self._changes: dict[str, Any] = {}
         self.current = at_start
         """The current settings."""
@@ -50,14 +44,19 @@ class LiveSettings:
         """Change some settings; None restores the value at start.
 
         Raises `BadSettings` for unknown names and invalid values, `NeedsRestart` for settings that are fixed while
-        running, and the errors of `check` and `apply`.
+        running, and the errors of `apply`.
         """
         with self._lock:
             restored = {name for name, value in patch.items() if value is None and name in MUTABLE_NAMES}
             changes = {name: value for name, value in (self._changes | dict(patch)).items() if name not in restored}
             settings = self._at_start.change(changes)
-            self._check(settings, patch)
-            self._apply(settings, patch)
+            try:
+                self._apply(settings, patch)
+            except Exception:
+                # A change is applied completely or not at all. The caller gets its error, not that of the way back.
+                with suppress(Exception):
+                    self._apply(self.current, patch)
+                raise
             self._changes = changes
             self.current = settings
             self.unapplied = {name: why for name, why in self.unapplied.items() if name not in patch}
