@@ -29,7 +29,7 @@ from kvferry.app.api.auth import NO_TOKEN
 from kvferry.app.operations.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SECRET_NAMES
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
 from kvferry.app.telemetry.logs import SecretMask
@@ -48,7 +48,7 @@ MAX_UNKNOWN_PER_MINUTE = 120
 CHANGE_TIMEOUT_S = 10.0
 RECORD_TIMEOUT_S = 5.0
 
-_SECRETS = (*NAMES.secrets, "cache_salt", "endpoint")
+_SECRETS = (*SECRET_NAMES, "cache_salt", "endpoint")
 _MAX_NAME_CHARS = 100
 _MIN_SIMILARITY = 0.75
 """Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""

@@ -35,7 +35,7 @@ def vllm_config(
     """
     from kvferry.app.engines.vllm.options import refuse_embedded_settings
     from kvferry.app.settings import Settings, Source
-    from kvferry.app.settings.fields import NAMES
+    from kvferry.app.settings.fields import SECRET_NAMES
     from kvferry.app.settings.sources import SettingOrigin, SettingSource, read_sources
     from kvferry.core.errors import StartError
 
@@ -44,7 +44,7 @@ def vllm_config(
         given["pool_bytes"] = pool
     if tier:
         given["tiers"] = [_tier(text) for text in tier]
-    if secrets := [name for name in given if name in NAMES.secrets]:
+    if secrets := [name for name in given if name in SECRET_NAMES]:
         # Every user of the host can read the arguments of a process.
         complain(f"{', '.join(secrets)}: must not be on a command line; set KVFERRY_{secrets[0].upper()}_FILE for vLLM")
         return ExitCode.USAGE

@@ -6,7 +6,7 @@ import re
 from itertools import groupby
 
 from kvferry.app.settings.errors import PREFIX
-from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED, SECTIONS
+from kvferry.app.settings.fields import MUTABLE_NAMES, OFFERED, SECRET_NAMES, SECTIONS
 from kvferry.app.settings.settings import Settings, plain, written
 from kvferry.app.settings.sources import FILE_SUFFIX
 
@@ -57,7 +57,7 @@ def settings_markdown() -> str:
         for name in names:
             field = Settings.model_fields[name]
             tables += f"| `{name.upper()}` | {default_words(name)} | {_meaning(name, field.description or '')} |\n"
-    *most, last = (f"`{PREFIX}{name.upper()}{FILE_SUFFIX}`" for name in NAMES.secrets)
+    *most, last = (f"`{PREFIX}{name.upper()}{FILE_SUFFIX}`" for name in SECRET_NAMES)
     return _HEAD.replace("{secret_files}", f"{', '.join(most)} or {last}") + tables
 
 

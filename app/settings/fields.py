@@ -9,8 +9,7 @@ The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -279,18 +278,9 @@ class SettingFields(SourcedSettings):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of the settings, and of the secret ones, of which a file can have the value."""
-
-    settings: tuple[str, ...]
-    secrets: tuple[str, ...]
-
-
-NAMES = Names(
-    tuple(SettingFields.model_fields),
-    tuple(name for name, field in SettingFields.model_fields.items() if is_secret_field(field)),
-)
+SETTING_NAMES = tuple(SettingFields.model_fields)
+SECRET_NAMES = tuple(name for name, field in SettingFields.model_fields.items() if is_secret_field(field))
+"""Settings of which a file can have the value."""
 MUTABLE_NAMES = tuple(name for name, field in SettingFields.model_fields.items() if MUTABLE in field.metadata)
 _TITLES = {
     "host": "Addresses and tokens",
@@ -304,14 +294,7 @@ _TITLES = {
 }
 """Titles of sections, by their first setting."""
 
-
-def _sections() -> Iterator[tuple[str, str]]:
-    """Yield each setting's name and the title of its section."""
-    title = ""
-    for name in SettingFields.model_fields:
-        title = _TITLES.get(name, title)
-        yield name, title
-
-
-SECTIONS = dict(_sections())
+SECTIONS: dict[str, str] = {}
 """Titles of the sections of docs/settings.md, by setting."""
+for _name in SETTING_NAMES:
+    SECTIONS[_name] = _TITLES.get(_name) or next(reversed(SECTIONS.values()))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from pydantic import SecretStr
 
 from kvferry.app.settings.errors import MASK, PREFIX, NeedsRestart, Problem, mask_url, value_problem
-from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, SECTIONS, PoolKind, SettingFields
+from kvferry.app.settings.fields import MUTABLE_NAMES, SECRET_NAMES, SECTIONS, SETTING_NAMES, PoolKind, SettingFields
 from kvferry.app.settings.sources import (
     DEFAULT,
     RUNTIME,
@@ -33,7 +33,7 @@ TOKENS = ("admin_token", "read_token")
 """Settings whose files are read again while the service runs."""
 MIN_REMOTE_TOKEN_CHARS = 16
 
-_SETTING = re.compile(rf"{PREFIX}({'|'.join(sorted(map(str.upper, NAMES.settings), key=len, reverse=True))})\b")
+_SETTING = re.compile(rf"{PREFIX}({'|'.join(sorted(map(str.upper, SETTING_NAMES), key=len, reverse=True))})\b")
 
 CAPS = (*CAP_FIELDS, "tenant_max_bytes")
 """Settings that may be `unlimited`."""
@@ -194,7 +194,7 @@ class Settings(SettingFields):
                 description=info.description or "",
                 section=SECTIONS[name],
                 mutable=name in MUTABLE_NAMES,
-                secret=name in NAMES.secrets,
+                secret=name in SECRET_NAMES,
             )
             for name, info in type(self).model_fields.items()
         ]
@@ -218,7 +218,7 @@ class Settings(SettingFields):
 
         Raises `BadSettings` for unknown names and invalid values, and otherwise `NeedsRestart` for fixed settings.
         """
-        fixed = [name for name in patch if name in NAMES.settings and name not in MUTABLE_NAMES]
+        fixed = [name for name in patch if name in SETTING_NAMES and name not in MUTABLE_NAMES]
         changed = [(name, value) for name, value in patch.items() if name not in fixed]
         settings = type(self)(_sources=[SettingSource(type(self), RUNTIME, changed), *self._sources])
         if fixed:
@@ -243,7 +243,7 @@ class Settings(SettingFields):
             if not {name, *others} & set(unreadable):
                 origin, spelled = self.origin_of(name)
                 value, text = plain(name, getattr(self, name)), self.as_written(advice)
-                yield value_problem(name, spelled, value, origin.label, text, is_secret=name in NAMES.secrets)
+                yield value_problem(name, spelled, value, origin.label, text, is_secret=name in SECRET_NAMES)
 
     def resolved_database_url(self) -> str:
         """Return the database URL with its password and the state folder. Not for logs."""

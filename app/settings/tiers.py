@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
@@ -30,7 +30,6 @@ BUILT_IN = (
 MAX_TIERS = 16
 _ADDRESSES = ("url", "endpoint")
 """Secret fields of the built-in types that operators may read: these types refuse addresses with credentials."""
-M = TypeVar("M", bound=BaseModel)
 
 
 def _tier_name(name: str) -> str:
@@ -70,7 +69,13 @@ class TierSettings(BaseModel):
 
     def shown(self) -> dict[str, Any]:
         """Return the entry as JSON, with secrets masked."""
-        return shown_fields(self)
+        plain = self.model_dump(mode="json")
+        addresses = _ADDRESSES if self.type in {entry_point.name for entry_point in BUILT_IN} else ()
+        for name in plain:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                plain[name] = mask_url(value.get_secret_value()) if name in addresses else MASK
+        return plain
 
 
 class ExpiringSettings(TierSettings):
@@ -138,11 +143,6 @@ def installed_types() -> dict[str, EntryPoint]:
     return {entry_point.name: entry_point for entry_point in (*entry_points(group=GROUP), *BUILT_IN)}
 
 
-def is_built_in(name: str) -> bool:
-    """Return whether a type of tier is one of kvferry's own."""
-    return name in {entry_point.name for entry_point in BUILT_IN}
-
-
 def load_type(name: str) -> TierType:
     """Load a type of tier. Raises `ValueError` with the problem and what to do."""
     installed = installed_types()
@@ -196,13 +196,9 @@ def read_tiers(value: object) -> tuple[TierSettings, ...]:
 def _read_entry(item: Mapping[str, Any]) -> TierSettings:
     if not isinstance(item.get("type"), str):
         raise ValueError("type is missing: it names the type of tier, such as fs")
-    return read_fields(load_type(item["type"]).Settings, {"name": item["type"], **item})
-
-
-def read_fields(settings: type[M], item: Mapping[str, Any]) -> M:
-    """Parse an object with fields like those of a tier. Raises `ValueError` with all problems."""
+    settings = load_type(item["type"]).Settings
     try:
-        return settings.model_validate(item)
+        return settings.model_validate({"name": item["type"], **item})
     except ValidationError as error:
         lines = [_problem_text(settings, problem) for problem in error.errors(include_url=False, include_context=False)]
         raise ValueError("; ".join(lines)) from error
@@ -226,17 +222,6 @@ def check_without_token(entry: object, root: Path) -> None:
             "endpoint: without an admin token, no server may be named over HTTP that would get credentials of the "
             "environment; name a credentials_file, or set KVFERRY_ADMIN_TOKEN"
         )
-
-
-def shown_fields(entry: BaseModel) -> dict[str, Any]:
-    """Return an object as JSON, with secrets masked."""
-    plain = entry.model_dump(mode="json")
-    addresses = _ADDRESSES if is_built_in(plain.get("type", "")) else ()
-    for name in plain:
-        value = getattr(entry, name)
-        if isinstance(value, SecretStr):
-            plain[name] = mask_url(value.get_secret_value()) if name in addresses else MASK
-    return plain
 
 
 def _title(item: object) -> str:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract, get_global_textmap
+from opentelemetry.propagate import extract
 from opentelemetry.sdk import environment_variables as otel
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from kvferry.app.telemetry.logs import RateLimitedLogger
@@ -35,7 +34,6 @@ MAX_HEADER_CHARS = 512
 """Longest header of a client that is read, as W3C Trace Context asks for."""
 CLOSE_S = 2.0
 """Spans that are not sent by then are lost."""
-_TRACE_PARENT, _UNSAMPLED = "traceparent", "-00"
 _NANOSECONDS = 1_000_000_000
 _EXPORTER_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.util.re")
 """Those that may log secrets."""
@@ -132,9 +130,6 @@ class Traces(SpanProcessor):
         self._provider = TracerProvider(resource=_resource(engine_name), shutdown_on_exit=False)
         self._provider.add_span_processor(self)
         self.tracer = self._provider.get_tracer("kvferry")
-        self._clients_decide = (
-            isinstance(self._provider.sampler, ParentBased) and _TRACE_PARENT in get_global_textmap().fields
-        )
 
     def counts(self) -> TraceCounts:
         """Return the spans so far. Dropped ones found the queue full, or were not taken by the collector."""
@@ -146,10 +141,7 @@ class Traces(SpanProcessor):
         return [] if fault is None else [f"traces: {fault}; check the collector and the OTEL_EXPORTER_OTLP_* variables"]
 
     def begin(self, headers: Mapping[str, str] | None, arrived_s: float) -> TracedCall | None:
-        """Return the call, unless the client's `traceparent` leaves it out. Thread: any."""
-        if self._clients_decide and headers and headers.get(_TRACE_PARENT, "").endswith(_UNSAMPLED):
-            # Parsing takes 10 microseconds, in vLLM on the engine thread.
-            return None
+        """Return the call, with the context of the client's headers. Thread: any."""
         # Propagators may take quadratic time.
         short = {name: value for name, value in (headers or {}).items() if len(value) <= MAX_HEADER_CHARS}
         try:

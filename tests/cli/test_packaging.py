@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from kvferry import __version__
 from kvferry.app.settings import Settings
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SECRET_NAMES
 from tests.cli.conftest import ROOT
 from tests.harness.debian import installed
 from tests.harness.http_server import serve
@@ -253,7 +253,7 @@ def test_image_runs_as_a_user_that_owns_its_state(steps: list[Step]) -> None:
 
 def test_image_holds_no_secret_and_only_known_settings(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(re.findall(r"KVFERRY_([A-Z_]+)=(\S+)", " ".join(arguments(steps, "ENV"))))
-    assert not {name for name in given if name.lower() in NAMES.secrets}
+    assert not {name for name in given if name.lower() in SECRET_NAMES}
     for name, value in given.items():
         monkeypatch.setenv(f"KVFERRY_{name}", value)
     assert Settings(admin_token="t" * 16).host == "0.0.0.0", "reachable, and so it starts with a token only"

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from starlette.types import Receive, Scope, Send
 
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SETTING_NAMES
 from tests.deploy.conftest import PROMETHEUS, ROOT, size
 from tests.harness.debian import installed
 from tests.harness.http_server import serve
@@ -68,7 +68,7 @@ def test_each_service_is_confined_and_published_on_loopback(file: str, name: str
             assert value.removeprefix("/run/secrets/") in service["secrets"]
             setting = setting.removesuffix("_FILE")
         if setting.startswith("KVFERRY_"):
-            assert setting.removeprefix("KVFERRY_").lower() in NAMES.settings
+            assert setting.removeprefix("KVFERRY_").lower() in SETTING_NAMES
 
 
 def test_vllm_gets_gpus_locked_memory_and_the_connector() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvferry.app.settings import Settings
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SETTING_NAMES
 from kvferry.core.policy import POLICY_FIELDS
 from tests.deploy.conftest import PROMETHEUS, ROOT, alerts, dashboard, panel_queries
 from tests.harness.debian import installed
@@ -84,7 +84,7 @@ def test_guide_names_every_metric(families: Families) -> None:
 
 def test_guide_names_settings_that_exist() -> None:
     for name in re.findall(r"KVFERRY_([A-Z_]+)", GUIDE):
-        assert name.lower() in NAMES.settings, name
+        assert name.lower() in SETTING_NAMES, name
 
 
 def test_changes_that_the_guide_proposes_are_possible() -> None:

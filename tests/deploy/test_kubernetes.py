@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SECRET_NAMES, SETTING_NAMES
 from tests.deploy.conftest import ROOT, size
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -92,11 +92,11 @@ def test_environment_names_settings_and_no_secret_value(manifests: Manifests) ->
     for one in manifests.engine["env"]:
         name = one["name"].removeprefix("KVFERRY_").lower()
         if name.endswith("_file"):
-            assert name.removesuffix("_file") in NAMES.secrets
+            assert name.removesuffix("_file") in SECRET_NAMES
             assert one["value"].rpartition("/")[0] in mounts
         else:
-            assert name in NAMES.settings
-            assert name not in NAMES.secrets
+            assert name in SETTING_NAMES
+            assert name not in SECRET_NAMES
     (tokens,) = (volume["secret"] for volume in manifests.pod["volumes"] if "secret" in volume)
     assert tokens == {"secretName": "kvferry-tokens", "defaultMode": 0o400}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SECRET_NAMES, SETTING_NAMES
 from tests.deploy.conftest import ROOT, size
 from tests.harness.commands import run_command
 from tests.harness.waiting import DEADLINE_S
@@ -117,7 +117,7 @@ def test_environment_names_settings_and_files_of_the_secret(engine: Engine) -> N
     names = {name.removeprefix("KVFERRY_").lower() for name in engine.env if name.startswith("KVFERRY_")}
     files = {name for name in names if name.endswith("_file")}
     assert files == {"admin_token_file", "read_token_file"}
-    assert names - files <= set(NAMES.settings) - set(NAMES.secrets)
+    assert names - files <= set(SETTING_NAMES) - set(SECRET_NAMES)
     for name in files:
         assert engine.env[f"KVFERRY_{name.upper()}"] == f"{mount['mountPath']}/{name.removesuffix('_file')}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.cli.console import ExitCode
-from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.fields import SETTING_NAMES
 from tests.deploy.conftest import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "kvferry.service"
@@ -34,5 +34,5 @@ def test_unit_sets_only_settings_and_stops_at_wrong_ones() -> None:
     names = {
         name.lower().removesuffix("_file") for name in re.findall(r"^Environment=KVFERRY_(\w+)=", text, re.MULTILINE)
     }
-    assert names - {"config"} <= set(NAMES.settings)
+    assert names - {"config"} <= set(SETTING_NAMES)
     assert f"RestartPreventExitStatus={ExitCode.USAGE}" in text
