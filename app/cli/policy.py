@@ -114,16 +114,8 @@ def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"{word!r}: must be {name or 'FIELD'}=VALUE", param_hint="FIELD=VALUE")
         if name in patch:
             raise typer.BadParameter(f"{name} is given twice", param_hint="FIELD=VALUE")
-        patch[name] = _value(name, text)
+        try:
+            patch[name] = json.loads(text)
+        except ValueError:
+            patch[name] = [item.strip() for item in text.split(",")] if name == "tiers" else text
     return patch
-
-
-def _value(name: str, text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except ValueError:
-        return [item.strip() for item in text.split(",")] if name == "tiers" else text
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
