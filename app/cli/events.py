@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, count, out, print_json_line, words
+from kvferry.app.cli.console import ExitCode, Failed, count, out, print_json_line, words
 from kvferry.app.cli.remote import JsonOption, Service, connected
 
 HIDDEN = ("type", "time", "blocks", "hashes")
@@ -23,7 +23,7 @@ def events(
         typer.Option("--type", metavar="NAME", help="Only events of this type, such as evicted; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Show events of the cache and changes by operators, one line per event, until Ctrl-C."""
     try:
         with closing(service.events("events", type=type_ or [])) as stream:
@@ -33,9 +33,8 @@ def events(
                 else:
                     out.print(_line(event), soft_wrap=True)
     except KeyboardInterrupt:
-        return ExitCode.OK
-    complain("stream ended by the server")
-    return ExitCode.UNREACHABLE
+        return
+    raise Failed("stream ended by the server", ExitCode.UNREACHABLE)
 
 
 def _line(event: Mapping[str, Any]) -> Text:

@@ -17,7 +17,7 @@ from kvferry.app.cli.console import (
     COLORS,
     SOURCES,
     ExitCode,
-    complain,
+    Failed,
     count,
     duration,
     out,
@@ -54,7 +54,7 @@ def stats(
     engine: EngineOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Show what served prompt tokens, what the pool holds, and what was stored, loaded and evicted.
 
     Counters of an engine's data-parallel ranks are added up.
@@ -66,7 +66,7 @@ def stats(
                 print_json(snapshot)
             else:
                 out.print(render(snapshot, _problems(clients)))
-            return 0
+            return
         try:
             with ExitStack() as streams:
                 ranks = [
@@ -83,9 +83,8 @@ def stats(
                     else:
                         out.print(render(snapshot, _problems(clients)))
         except KeyboardInterrupt:
-            return 0
-    complain("stream ended by the server")
-    return ExitCode.UNREACHABLE
+            return
+    raise Failed("stream ended by the server", ExitCode.UNREACHABLE)
 
 
 def add_up(snapshots: Sequence[Json]) -> Json:

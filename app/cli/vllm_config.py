@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import ExitCode, complain, print_json_line
+from kvferry.app.cli.console import ExitCode, Failed, print_json_line
 from kvferry.app.cli.policy import parse_fields
 
 
@@ -28,7 +28,7 @@ def vllm_config(
             '\'{"type": "fs", "path": "/mnt/kv", "max_bytes": "1TiB"}\'.',
         ),
     ] = None,
-) -> int:
+) -> None:
     """Print the value of vLLM's --kv-transfer-config, checked with the settings of the environment.
 
     What is not given here is read by vLLM's process from its environment, such as KVFERRY_POOL_BYTES.
@@ -37,7 +37,6 @@ def vllm_config(
     from kvferry.app.settings import Settings, Source
     from kvferry.app.settings.fields import SECRET_NAMES
     from kvferry.app.settings.sources import SettingOrigin, SettingSource, read_sources
-    from kvferry.core.errors import StartError
 
     given: dict[str, Any] = parse_fields(settings or [])
     if pool is not None:
@@ -46,14 +45,10 @@ def vllm_config(
         given["tiers"] = [_tier(text) for text in tier]
     if secrets := [name for name in given if name in SECRET_NAMES]:
         # Every user of the host can read the arguments of a process.
-        complain(f"{', '.join(secrets)}: must not be on a command line; set KVFERRY_{secrets[0].upper()}_FILE for vLLM")
-        return ExitCode.USAGE
+        advice = f"must not be on a command line; set KVFERRY_{secrets[0].upper()}_FILE for vLLM"
+        raise Failed(f"{', '.join(secrets)}: {advice}", ExitCode.USAGE)
     arguments = SettingSource(Settings, SettingOrigin(Source.CONNECTOR, "argument"), given.items())
-    try:
-        refuse_embedded_settings(Settings(_sources=[arguments, *read_sources(Settings, {}, None)]))
-    except StartError as error:
-        complain(str(error))
-        return ExitCode.USAGE
+    refuse_embedded_settings(Settings(_sources=[arguments, *read_sources(Settings, {}, None)]))
     print_json_line(
         {
             "kv_connector": "KVFerryConnector",
@@ -62,7 +57,6 @@ def vllm_config(
             "kv_connector_extra_config": given,
         }
     )
-    return ExitCode.OK
 
 
 def _tier(text: str) -> Any:
