@@ -95,10 +95,13 @@ class ExpiringSettings(TierSettings):
         return self
 
 
-class ConnectionSettings(BaseModel):
-    """Time limits of connections to a server."""
+class ServerSettings(ExpiringSettings):
+    """Fields of a tier on a server that others write to as well, so that no client can enforce `max_bytes`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+    place: ClassVar[str] = "a server"
+    """Where others write to, for messages."""
+    limits: ClassVar[str] = "ttl_s"
+    """What to set instead of `max_bytes`, for messages."""
 
     connect_timeout_s: Annotated[float, Field(ge=0.01, le=60), NUMBER] = Field(
         default=2.0, description="seconds after which a connection attempt has failed"
@@ -106,15 +109,6 @@ class ConnectionSettings(BaseModel):
     io_timeout_s: Annotated[float, Field(ge=0.01, le=600), NUMBER] = Field(
         default=5.0, description="seconds that the server may be silent during a call"
     )
-
-
-class ServerSettings(ConnectionSettings, ExpiringSettings):
-    """Fields of a tier on a server that others write to as well, so that no client can enforce `max_bytes`."""
-
-    place: ClassVar[str] = "a server"
-    """Where others write to, for messages."""
-    limits: ClassVar[str] = "ttl_s"
-    """What to set instead of `max_bytes`, for messages."""
 
     @model_validator(mode="after")
     def _check_bounded(self) -> Self:

@@ -22,7 +22,7 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"kvferry\x01"
 MAX_ORIGIN_BYTES = 1 << 16
 NAMESPACE_BYTES = 8
-SHARING_VERSION = 2
+SHARING_VERSION = 3
 """Version of names, epochs and values in shared stores; engines of other versions neither read nor change them."""
 OVERHEAD_BYTES = HEADER_BYTES + MAX_ORIGIN_BYTES
 """The most that a stored block is longer than its bytes."""

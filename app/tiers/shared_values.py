@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,11 +25,14 @@ from kvferry.app.tiers.block_format import (
     verify,
 )
 from kvferry.app.tiers.block_store import MISS, BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused
-from kvferry.app.tiers.shared_epoch import Epoch, sharing_problems
+from kvferry.app.tiers.shared_epoch import Epoch, SharedEpoch, sharing_problems
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
+
+FULL_S = 5.0
+"""Seconds for which nothing is written to a store that had no space for a block."""
 
 Value = tuple[bytes | memoryview, ...]
 """A value in pieces."""
@@ -54,8 +58,12 @@ def check_block_bytes(settings: TierSettings, slot_bytes: int | None, max_bytes:
 class ValueStore:
     """Values of blocks under an epoch, and what this engine has stored. Thread-safe."""
 
+    place = "the server"
+    """Where the epoch is, for the log."""
+
     def __init__(self, context: TierContext) -> None:
         self._name = context.name
+        self._epoch = SharedEpoch(self._name, self._on_epoch, self.place)
         self._namespace = shared_namespace_of(context.fingerprint)
         self._sharing_problems = sharing_problems(context.fingerprint)
         self._max_bytes = 0
@@ -63,6 +71,7 @@ class ValueStore:
         self._counting = threading.Lock()
         self._stored = (0, 0)
         """Blocks and bytes; those that the store has evicted, or that have expired, are included."""
+        self._full_until_s = 0.0
         self._limited_log = RateLimitedLogger(_log)
 
     def probe(self) -> None:
@@ -79,6 +88,40 @@ class ValueStore:
     def _probe(self) -> None:
         """Test whether blocks can be stored and loaded now. Raises `StoreUnavailable`, also `SettingsRefused`."""
         raise NotImplementedError
+
+    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
+        """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
+        dropped = self._stored
+        try:
+            self._begin_epoch()
+        except StoreFull:
+            # A full store accepts deletions. Without an epoch no block is served before a new one has begun.
+            self._remove_everything(stop)
+        return dropped
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        texts = ["the store is full; new blocks are not kept"] if self._is_full() else []
+        return texts + self._sharing_problems
+
+    def shared_epoch(self) -> bytes:
+        """See `SharedStore`."""
+        return self._epoch.latest.name
+
+    def _begin_epoch(self) -> None:
+        """Begin a new epoch. Raises `StoreFull` if the store has no space for that."""
+        raise NotImplementedError
+
+    def _remove_everything(self, stop: Callable[[], bool]) -> None:
+        """Remove the epoch, and then all blocks of the namespace. Raises `Interrupted`."""
+        raise NotImplementedError
+
+    def _is_full(self) -> bool:
+        return time.monotonic() < self._full_until_s
+
+    def _set_full(self) -> None:
+        self._limited_log.log(logging.WARNING, "full", "tier %s: the store is full", self._name)
+        self._full_until_s = time.monotonic() + FULL_S
 
     def size(self) -> TierCounts:
         """See `BlockStore`. Counts the blocks that this engine stored, of which some may be evicted or expired."""
@@ -141,6 +184,7 @@ class ValueStore:
             left = max(blocks - num_removed, 0)
             self._stored = left, num_bytes * left // max(blocks, 1)
 
-    def _count_from_zero(self) -> None:
+    def _on_epoch(self) -> None:
+        """Count the blocks of a new epoch."""
         with self._counting:
             self._stored = (0, 0)

@@ -95,7 +95,7 @@ def _files(path: Path, prefix: str) -> Sharing:
     return Sharing(
         partial(file_rig, path, shared=True),
         lambda: sorted([*(path / "shared").glob("*/*-*/*/*"), *(path / "tmp").glob("*")]),
-        lambda: list((path / "shared").glob("*/epochs/*")),
+        lambda: list((path / "shared").glob("*/epoch")),
         Path.read_bytes,
         write,
         Path.unlink,

@@ -61,7 +61,7 @@ PATCHED = {
         "scheduler.store_planner", "scheduler.stores", "scheduler.tier_loads", "scheduler.tiering", "tiers.client",
         "tiers.known_missing",
     ),
-    "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.epoch_files", "fs.folder", "fs.limit", "fs.store"),
+    "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.epoch_file", "fs.folder", "fs.limit", "fs.store"),
     "kvferry.app.store": (
         "database", "history", "intents", "journal", "name_claim", "reader", "retention", "slot_rows",
     ),

@@ -292,8 +292,8 @@ class Fleet:
     def run_pipeline(self, client: Any, commands: list[Any]) -> Any:
         """Carry out a round trip of a call when it is granted."""
         call: Call | None = getattr(_current, "call", None)
-        # While the epoch is read again, other calls of the engine wait for this one.
-        if call is None or call.engine.store._changing.locked():
+        # While the epoch is read again, other calls of the engine wait for this one; during a reset there is none.
+        if call is None or (call.kind != "reset" and call.engine.store._epoch.changing.locked()):
             return _run_pipeline(client, commands)
         fault = call.pause()
         if fault == "request lost" or fault == "late":

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.app.tiers.redis.store import RedisStore
-from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_epoch import Epoch, EpochStore, SharedEpoch
 from tests.sim.fleet import simulate_fleet
 
 SEEDS = range(150)
@@ -56,13 +55,12 @@ def test_no_fleet_loads_what_was_reset() -> None:
 
 
 def test_fleet_notices_an_epoch_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    follow = RedisStore._follow
+    read = SharedEpoch.read
 
-    def ignore(store: RedisStore) -> Epoch:
-        known = store._known.latest
-        return known if known.name else follow(store)
+    def ignore(epoch: SharedEpoch, store: EpochStore) -> Epoch:
+        return epoch.latest if epoch.latest.name else read(epoch, store)
 
-    monkeypatch.setattr(RedisStore, "_follow", ignore)
+    monkeypatch.setattr(SharedEpoch, "read", ignore)
     # Half of the seeds notice it; in which order threads run depends on the load of the machine, too.
     with pytest.raises(AssertionError, match=r"simulate_fleet\(\d+, 300\) failed at step \d+: loaded at"):
         assert not [simulate_fleet(seed, 300) for seed in range(6, 14)]

@@ -21,6 +21,7 @@ from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.mooncake import epoch as module
 from kvferry.app.tiers.mooncake.client import NO_SPACE, NOT_FOUND, SCRATCH_BYTES
 from kvferry.app.tiers.mooncake.epoch import EpochObject
+from kvferry.app.tiers.shared_epoch import SharedEpoch
 from tests.harness.effort import examples
 
 NOT_READY = -703
@@ -121,8 +122,8 @@ class Reset:
 
 @dataclass
 class Engine:
-    epoch: EpochObject
-    lane: ModelLane
+    epoch: SharedEpoch
+    stored: EpochObject
     call: greenlet.greenlet | None = None
 
 
@@ -136,18 +137,18 @@ class World:
     num_events: int = 0
 
     def new_engine(self) -> Engine:
-        return Engine(EpochObject("p/n", "t", lambda: None), ModelLane(self.master))
+        return Engine(SharedEpoch("t", lambda: None), EpochObject(ModelLane(self.master), "p/n"))
 
     def read(self, engine: Engine) -> None:
         begun = self.num_events
-        name = engine.epoch.read(engine.lane).name
+        name = engine.epoch.confirm(engine.stored.read_epoch()[0], engine.stored).name
         self.seen.add(name)
         for reset in self.resets:
             assert reset.answered > begun or name not in reset.seen, "a reset that was answered does not hold"
 
     def reset(self, engine: Engine) -> None:
         seen = frozenset(self.seen)
-        engine.epoch.replace(engine.lane)
+        engine.epoch.begin(engine.stored)
         self.resets.append(Reset(self.num_events, seen))
 
     def begin(self, engine: Engine, call: Callable[[Engine], None]) -> None:

@@ -6,15 +6,12 @@ import errno
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvferry.app.tiers.fs.folder import Folder
 from kvferry.core.keys import RequestFilter
 from tests.harness.mounts import unwritable
 from tests.harness.tier_rig import WAIT_S, Rig
@@ -142,7 +139,7 @@ def test_namespace_replaced_by_a_file_is_trouble_until_it_is_gone(path: Path, ri
     shutil.rmtree(namespace)
     namespace.write_text("a file")
     assert rig.store(keys_of([2])) == [False]
-    assert any("no block is kept or found" in reason for reason in rig.health())
+    rig.wait_for_reason("new blocks are not kept")
     namespace.unlink()
     rig.wait_healthy()
     check_tier_is_well(rig, 10)
@@ -174,27 +171,6 @@ def test_old_epoch_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, 
         again = reopen()
         assert again.load(keys_of([1])) == [True]
         check_tier_is_well(again, 10)
-
-
-def test_deeply_nested_old_epoch_is_deleted(path: Path, rig: Rig) -> None:
-    (path / "nested").mkdir()
-    place = os.open(path / "nested", os.O_RDONLY)
-    limit = sys.getrecursionlimit()
-    try:
-        sys.setrecursionlimit(300)
-        for _ in range(300):
-            os.mkdir("a", dir_fd=place)
-            below = os.open("a", os.O_RDONLY, dir_fd=place)
-            os.close(place)
-            place = below
-        (path / "nested").rename(path / OLD_EPOCH)
-        wait_until(lambda: not (path / OLD_EPOCH).exists(), "deleted", WAIT_S)
-        check_tier_is_well(rig, 10)
-    finally:
-        sys.setrecursionlimit(limit)
-        os.close(place)
-        # Too deep for pytest, which deletes what is left.
-        subprocess.run(["rm", "-rf", path / "nested", path / OLD_EPOCH], check=True)
 
 
 _UNREADABLE = """
@@ -249,19 +225,6 @@ def test_entries_that_cannot_be_read_cost_their_blocks_only() -> None:
         shutil.rmtree(folder)
 
 
-def test_folder_when_busy_is_not_taken_for_one_in_use(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    def refuse(*_: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(Folder, "write", fail)
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    rig.store(keys_of([1]))
-    wait_until(lambda: any("temporarily unavailable" in reason for reason in rig.health()), "reported", WAIT_S)
-
-
 def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EINVAL, "not supported by this file system")
@@ -270,16 +233,3 @@ def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypa
     check_tier_is_well(rig, 10)
     rig.wait_maintained()
     assert not rig.health()
-
-
-def test_private_folder_without_links_is_reset_all_the_same(
-    path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    rig.store(keys_of(range(3)))
-    assert rig.reset().dropped_blocks == 3
-    assert rig.find(keys_of(range(3))) == [False] * 3
-    check_tier_is_well(rig, 10)

@@ -17,7 +17,8 @@ from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
-CLUSTER = {"cluster": True, "prefix": "cluster", **SHORT}
+# With this prefix the third server has the epoch, and the tiers have the addresses of the first two.
+CLUSTER = {"cluster": True, "prefix": "cluster2", **SHORT}
 KEYS = keys_of(range(16))
 
 
@@ -26,7 +27,7 @@ def node_id(server: RedisServer) -> str:
 
 
 def holds_epoch(server: RedisServer) -> bool:
-    return any(server.client.scan_iter("cluster:*:epoch", count=10_000))
+    return any(server.client.scan_iter("cluster2:*:epoch", count=10_000))
 
 
 @contextmanager

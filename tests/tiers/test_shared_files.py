@@ -18,9 +18,9 @@ import pytest
 from kvferry.app.tiers.block_store import Interrupted, TierRefused
 from kvferry.app.tiers.breaker import OPEN_AFTER
 from kvferry.app.tiers.fs import FileTier, limit
-from kvferry.app.tiers.fs.epoch_files import EpochFiles
+from kvferry.app.tiers.fs.epoch_file import EpochFile
 from kvferry.app.tiers.fs.folder import Folder
-from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_epoch import Epoch, SharedEpoch
 from tests.harness.commands import running_script
 from tests.harness.mounts import mounted, tmpfs, unwritable
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
@@ -63,8 +63,9 @@ def bytes_of(path: Path) -> int:
     return num_bytes
 
 
-def state_of(path: Path) -> Path:
-    (found,) = (path / "shared").glob("*/epochs")
+def epoch_of(path: Path) -> Path:
+    """The file of the only epoch."""
+    (found,) = [*path.glob("shared/*/epoch"), *path.glob("blocks/epoch")]
     return found
 
 
@@ -86,7 +87,7 @@ def until(condition: Callable[[], bool], what: str, *rigs: Rig) -> None:
 
 
 def evicts(rig: Rig) -> bool:
-    return bool(rig.tier._store._limit._is_keeper)
+    return rig.tier._store._limit._keeper is not None
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
@@ -145,14 +146,13 @@ def test_look_up_when_one_subfolder_is_unreadable_finds_the_others(
 # --- resets ---------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_and_state_of_earlier_epochs_are_deleted(engine_of: EngineOf, path: Path) -> None:
+def test_blocks_of_earlier_epochs_are_deleted(engine_of: EngineOf, path: Path) -> None:
     first, second = engine_of(), engine_of()
     first.store(keys_of(range(4)))
     late = files_of(path)[0]
     first.reset()
     assert second.store(keys_of(range(4))) == [True] * 4
-    until(lambda: len(list(state_of(path).parent.glob("*-*"))) == 1, "old blocks are deleted", first)
-    assert len(list(state_of(path).iterdir())) == 1
+    until(lambda: len(list(epoch_of(path).parent.glob("*-*"))) == 1, "old blocks are deleted", first)
     # Moved there at once: housekeeping deletes an empty folder.
     epoch = late.parent.parent
     shard = path.parent / epoch.name / late.parent.name
@@ -160,10 +160,6 @@ def test_blocks_and_state_of_earlier_epochs_are_deleted(engine_of: EngineOf, pat
     (shard / late.name).write_bytes(b"of an engine that knew nothing of the reset")
     shard.parent.rename(epoch)
     until(lambda: not late.exists(), "a late block is deleted", first)
-
-
-def wait_in_place(rig: Rig) -> None:
-    wait_until(lambda: rig.tier._store._folder.is_in_place() and not rig.health(), "the folder in use", WAIT_S)
 
 
 def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> None:
@@ -182,133 +178,67 @@ def test_mount_of_one_engine_when_it_returns_costs_no_block(tmp_path: Path) -> N
                 assert rig.load(keys) == other.load(keys) == [True] * 4
 
 
-@pytest.mark.parametrize("change", [None, "reset", "drop"])
-def test_folder_in_use_before_its_mount_resets_it_only_if_asked(
-    engine_of: EngineOf, path: Path, tmp_path: Path, change: str | None
-) -> None:
-    """As of an engine that starts before its network file system is mounted, which here is a folder that is moved."""
-    keys, server = keys_of(range(4)), tmp_path / "server"
-    with closing(file_rig(server, shared=True)) as other:
-        other.store(keys)
-        # With a reset, its epoch has a higher number than those in the engine's own folder.
-        for _ in range(3 if change else 0):
-            other.reset()
-        other.store(keys)
-        rig = engine_of()
-        if change == "reset":
-            rig.reset()
-        elif change == "drop":
-            number = rig.drop(keys[:1])
-            wait_until(lambda: rig.has(number), "the drop", WAIT_S)
-        path.rename(tmp_path / "own")
-        server.rename(path)
-        wait_in_place(rig)
-        assert rig.find(keys) == [change is None] * 4
-        path.rename(server)
-        wait_in_place(other)
-        assert other.find(keys) == [change is None] * 4
-
-
-@pytest.mark.parametrize("entry", ["state", "namespace"])
-def test_file_in_place_of_the_state_is_named_until_removed(engine_of: EngineOf, path: Path, entry: str) -> None:
+@pytest.mark.parametrize("entry", ["epoch", "namespace"])
+def test_odd_entry_in_place_of_the_epoch_stops_the_tier(engine_of: EngineOf, path: Path, entry: str) -> None:
     keys, rig = keys_of(range(3)), engine_of()
     rig.store(keys)
-    (state,) = path.glob("shared/*/epochs")
-    place = state if entry == "state" else state.parent
-    shutil.rmtree(place)
-    place.write_text("not a folder")
+    epoch = epoch_of(path)
+    if entry == "epoch":
+        epoch.unlink()
+        epoch.mkdir()
+    else:
+        shutil.rmtree(epoch.parent)
+        epoch.parent.write_text("not a folder")
     assert rig.load(keys) == [False] * 3
     reset = rig.submit_reset()
-    reason = f"Not a directory: {state.relative_to(path)}; remove what is in its place; no block is kept or found"
-    wait_until(lambda: rig.health() == [reason], "the reason", WAIT_S)
+    rig.wait_for_reason("directory")
     assert not rig.has(reset)
-    place.unlink()
+    epoch.rmdir() if entry == "epoch" else epoch.parent.unlink()
     wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
     assert not any(rig.find(keys))
-    assert rig.serves(keys)
-    rig.wait_healthy(keys)
+    wait_until(lambda: rig.serves(keys) and not rig.health(), "it serves again", WAIT_S)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
-    "item", [b"9-../../../../../out", b"f" * 240 + b"-0123456789abcdef", b"", b"1-" + b"0" * 100_000]
+    "content", [b"", b"garbage", b"9-../../../../../out", b"x" * 100_000, b"f" * 16 + b"-0123456789abcdef"]
 )
-def test_item_of_the_state_that_no_engine_wrote_costs_blocks_only(engine_of: EngineOf, path: Path, item: bytes) -> None:
-    keys, rig, other = keys_of(range(3)), engine_of(), engine_of()
-    rig.store(keys)
-    (state,) = path.glob("shared/*/epochs")
-    (state / "00000002").write_bytes(item)
-    assert other.load(keys) in ([True] * 3, [False] * 3)
-    assert rig.serves(keys)
-    other.reset()
-    assert rig.load(keys) == [False] * 3
-    assert rig.serves(keys)
-    assert rig.health() == other.health() == []
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("number", ["f" * 8, "f" * 15, "f" * 16, "f" * 255, "0" * 7 + "9"])
-@pytest.mark.parametrize("epoch", [b"f" * 16, b"f" * 15 + b"e", b"7" + b"f" * 15])
-def test_reset_when_the_last_epoch_has_been_forged_holds(path: Path, shared: bool, number: str, epoch: bytes) -> None:
-    keys = keys_of(range(3))
-    with closing(file_rig(path, shared=shared)) as rig:
-        assert rig.store(keys) == [True] * 3
-        (state,) = path.glob("*/epochs") if not shared else path.glob("shared/*/epochs")
-        for name in (number, *os.listdir(state)):
-            (state / name).write_bytes(epoch + b"-0123456789abcdef")
-        for _ in range(3):
-            wait_until(lambda: rig.serves(keys), "blocks of the forged epoch, or of one after it", WAIT_S)
-            rig.reset()
-            assert not any(rig.find(keys) + rig.load(keys))
-        assert rig.serves(keys)
-        assert not rig.health()
-    with closing(file_rig(path, shared=shared)) as again:
-        assert again.load(keys) == [True] * 3
-        shutil.rmtree(state)
-        wait_until(lambda: again.serves(keys), "blocks of an epoch after the lost one", WAIT_S)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", ["garbage", "folder", "link"])
-def test_engine_when_no_item_of_the_state_is_an_epoch_begins_one(path: Path, shared: bool, kind: str) -> None:
+def test_epoch_that_no_engine_wrote_costs_blocks_only(path: Path, shared: bool, content: bytes) -> None:
     keys = keys_of(range(3))
     with closing(file_rig(path, shared=shared)) as rig:
         rig.store(keys)
-    (state,) = path.glob("*/epochs") if not shared else path.glob("shared/*/epochs")
-    for file in state.iterdir():
-        file.unlink()
-        if kind == "garbage":
-            file.write_bytes(b"garbage")
-        else:
-            file.mkdir() if kind == "folder" else file.symlink_to(file)
-    with closing(file_rig(path, shared=shared)) as rig:
+        epoch_of(path).write_bytes(content)
         assert rig.load(keys) == [False] * 3
+        for _ in range(3):
+            assert rig.serves(keys)
+            rig.reset()
+            assert not any(rig.find(keys) + rig.load(keys))
         assert rig.serves(keys)
-        rig.reset()
-        assert rig.find(keys) == [False] * 3
-        assert not rig.health()
+        assert rig.health() == []
+    with closing(file_rig(path, shared=shared)) as again:
+        assert again.load(keys) == [True] * 3
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def epoch_files(path: Path) -> EpochFiles:
-    return EpochFiles(Folder(path, is_shared=True), "shared/00", lambda reason: None, Epoch())
-
-
-def test_whole_resets_of_several_engines_end_in_one_epoch(path: Path) -> None:
-    epochs = [epoch_files(path) for _ in range(4)]
+def test_resets_of_several_engines_end_in_one_epoch(path: Path) -> None:
+    files = [EpochFile(Folder(path, is_shared=True), "shared/00") for _ in range(4)]
+    epochs = [SharedEpoch("disk", lambda: None) for _ in files]
     seen: list[list[int]] = [[] for _ in epochs]
 
     def reset(engine: int) -> None:
         for _ in range(5):
-            epochs[engine].begin()
-            seen[engine].append(epochs[engine].read().number)
+            epochs[engine].begin(files[engine])
+            seen[engine].append(epochs[engine].read(files[engine]).number)
 
     threads = [threading.Thread(target=reset, args=[engine]) for engine in range(len(epochs))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert len({files.read() for files in (*epochs, epoch_files(path))}) == 1
+    assert len({epoch.read(file) for epoch, file in zip(epochs, files, strict=True)}) == 1
     assert all(numbers == sorted(set(numbers)) for numbers in seen), "an epoch went back"
+    # The first engine began one.
+    assert epochs[0].latest.number == 21
 
 
 # --- other processes ------------------------------------------------------------------------------------------------
@@ -331,32 +261,24 @@ def test_files_of_others_are_left_alone_and_harm_nothing(engine_of: EngineOf, pa
     keys = keys_of(range(4))
     rig = engine_of()
     rig.store(keys)
-    state, block = state_of(path), files_of(path)[0]
+    namespace, block = epoch_of(path).parent, files_of(path)[0]
+    (namespace / "backup").mkdir()
     foreign = [
         path / "notes",
         path / "shared" / "notes",
-        state.parent / "notes-x",
-        state / "notes",
-        state / "fffffff0",
+        namespace / "notes-x",
+        namespace / "backup" / "file",
         block.parent / "notes",
         block.parent / f"{block.parent.name}zz",
     ]
     for file in foreign:
         file.write_text("x")
-    (state.parent / "backup").mkdir()
-    (state.parent / "backup" / "file").write_text("x")
     assert rig.load(keys) == [True] * 4
     other = engine_of()
     assert other.load(keys) == [True] * 4
-    # In the place of the next epoch, an unreadable file is none.
-    (last,) = (int(file.name, 16) for file in state.glob("000*"))
-    foreign.append(state / f"{last + 1:08x}")
-    foreign[-1].write_text("x")
-    assert rig.load(keys) == other.load(keys) == [True] * 4
-    assert other.load(keys) == [True] * 4
     maintain(rig, 2)
     maintain(other)
-    assert all(file.read_text() == "x" for file in (*foreign, state.parent / "backup" / "file"))
+    assert all(file.read_text() == "x" for file in foreign)
     assert not rig.health()
 
 
@@ -366,7 +288,7 @@ from pathlib import Path
 from tests.harness.tier_rig import file_rig
 from tests.harness.tier_slots import keys_of
 rig = file_rig(Path(sys.argv[1]), shared=True, max_bytes=sys.argv[2])
-print(rig.tier._store._limit._is_keeper, flush=True)
+print(rig.tier._store._limit._keeper is not None, flush=True)
 number = 1000
 while True:
     rig.store(keys_of(range(number, number + 16)))
@@ -451,7 +373,7 @@ def test_published_size_is_used_during_the_first_pass(engine_of: EngineOf, path:
     until(lambda: f'"{epoch.name.decode()}": [4, ' in (path / "shared" / "size").read_text(), "published", rig)
     rig.close()
     with closing(Folder(path, is_shared=True)) as folder:
-        published = limit.FolderLimit("disk", folder, 1 << 30, SLOT_BYTES, lambda entry, error: None)
+        published = limit.FolderLimit("disk", folder, 1 << 30, SLOT_BYTES, lambda error: None)
         with pytest.raises(Interrupted):
             published.maintain(lambda: True)
         assert published.is_known
@@ -459,20 +381,15 @@ def test_published_size_is_used_during_the_first_pass(engine_of: EngineOf, path:
         assert published.reserve(SLOT_BYTES)
 
 
-def test_every_engine_evicts_where_files_cannot_be_locked(
-    engine_of: EngineOf, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_whose_files_cannot_be_locked_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network file system without locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    rigs = [engine_of(max_bytes=6_000_000) for _ in range(2)]
-    for index, key in enumerate(keys_of(LARGE[:24])):
-        until(lambda rig=rigs[index % 2], key=key: rig.store([key]) == [True], "room", *rigs)
-    until(lambda: bytes_of(path) <= 6_000_000, "the limit", *rigs)
-    assert all(rig.counts().evicted > 0 for rig in rigs)
+    with pytest.raises(TierRefused, match="cannot be used: No locks available"):
+        file_rig(path, shared=True)
 
 
 def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:
@@ -500,7 +417,7 @@ def test_eviction_in_several_passes_deletes_the_oldest(engine_of: EngineOf, path
     for number, file in enumerate(files):
         os.utime(file, (1000 + number, 1000 + number))
     with closing(Folder(path, is_shared=True)) as folder:
-        eviction = limit.FolderLimit("disk", folder, bytes_of(path) // 3, SLOT_BYTES, lambda entry, error: None)
+        eviction = limit.FolderLimit("disk", folder, bytes_of(path) // 3, SLOT_BYTES, lambda error: None)
         eviction.min_candidates = 3
         for _ in range(4):
             eviction.maintain(lambda: False)
@@ -514,7 +431,7 @@ def test_eviction_of_much_is_interrupted_for_a_reset(engine_of: EngineOf, path: 
     rig.close()
     (path / "shared" / "size").unlink()
     with closing(Folder(path, is_shared=True)) as folder:
-        eviction = limit.FolderLimit("disk", folder, 1, SLOT_BYTES, lambda entry, error: None)
+        eviction = limit.FolderLimit("disk", folder, 1, SLOT_BYTES, lambda error: None)
         with pytest.raises(Interrupted):
             eviction.maintain(lambda: eviction.size_of(epoch)[0] > 0)
     assert len(files_of(path)) == 4

@@ -10,7 +10,6 @@ access to one, and discards its results if it has changed. See docs/tier-guarant
 from __future__ import annotations
 
 import ctypes
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +34,8 @@ from kvferry.app.tiers.shared_epoch import Epoch
 from kvferry.app.tiers.shared_values import ValueStore
 from kvferry.core.keys import Key, RequestIdentity
 
-_log = logging.getLogger(__name__)
-
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
-FULL_S = 5.0
-"""Seconds for which a store that had no space for a block is reported as full."""
 _SWEEPS_S = (0.0, 2.0, 15.0)
 """Seconds after a reset at which earlier blocks are removed: again when leases of the time before have ended."""
 _TEST = b"kvferry"
@@ -73,6 +68,8 @@ class MooncakeTier:
 class MooncakeStore(ValueStore):
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
+    place = "the store"
+
     def __init__(self, settings: MooncakeTierSettings, context: TierContext) -> None:
         """`probe` starts the client. Blocks are of up to `context.slot_bytes`."""
         super().__init__(context)
@@ -81,8 +78,6 @@ class MooncakeStore(ValueStore):
         self._replicas = settings.replicas
         self._folder = f"{settings.prefix}/{self._namespace.hex()}"
         self._client = MooncakeClient(settings, settings.threads + 2, self.batch_blocks * (slot_bytes + OVERHEAD_BYTES))
-        self._epoch = EpochObject(self._folder, self._name, self._count_from_zero)
-        self._full_until_s = 0.0
         self._sweeps_s: list[float] = []
         """When to remove blocks of earlier epochs."""
 
@@ -93,14 +88,14 @@ class MooncakeStore(ValueStore):
         self._client.start()
         with self._client.lane() as lane:
             self._test(lane)
-            self._epoch.read(lane)
+            self._read_epoch(lane)
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         with self._client.lane() as lane:
             begun = self._epoch.latest
             exist = lane.exists(self._names(begun, keys))
-            return exist if self._epoch.read(lane) == begun else [False] * len(keys)
+            return exist if self._read_epoch(lane) == begun else [False] * len(keys)
 
     def put_many(
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
@@ -136,7 +131,7 @@ class MooncakeStore(ValueStore):
             spans = list(_spans([len(one) + OVERHEAD_BYTES for one in into]))
             codes = lane.get(self._names(begun, keys), spans)
             # After the last access to a block.
-            read = self._epoch.read(lane)
+            read = self._read_epoch(lane)
             # One that is longer than it can be is no block.
             values = [
                 lane.view[start : start + max(code, 0)] if code >= 0 or code == TOO_LONG else None
@@ -153,42 +148,36 @@ class MooncakeStore(ValueStore):
         """See `BlockStore`."""
         with self._client.lane() as lane:
             # Read after the drop: blocks of a later epoch were stored after it.
-            names = self._names(self._epoch.read(lane), keys)
+            names = self._names(self._read_epoch(lane), keys)
             self._count_removed(lane.remove(names).count(0))
-
-    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. Returns what this engine had stored, of which some may have been evicted."""
-        dropped = self._stored
-        with self._client.lane() as lane:
-            self._epoch.replace(lane)
-        now_s = time.monotonic()
-        self._sweeps_s = [now_s + pause_s for pause_s in _SWEEPS_S]
-        return dropped
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         with self._client.lane() as lane:
-            self._epoch.read(lane)
+            epoch = self._read_epoch(lane).name.decode()
             if self._sweeps_s and time.monotonic() >= self._sweeps_s[0]:
-                epoch = self._epoch.read(lane).name.decode()
                 self._sweeps_s.pop(0)
                 # Of the characters of a name only the dot has a meaning in regular expressions.
                 lane.remove_matching(f"^{self._folder.replace('.', '[.]')}/b/(?!{epoch}/)")
-
-    def health(self) -> Sequence[str]:
-        """See `BlockStore`."""
-        is_full = time.monotonic() < self._full_until_s
-        return (["the store has no space for new blocks"] if is_full else []) + self._sharing_problems
-
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._epoch.latest.name
 
     def close(self) -> None:
         """See `BlockStore`."""
         self._client.close()
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        """See `ValueStore`."""
+        with self._client.lane() as lane:
+            self._epoch.begin(EpochObject(lane, self._folder))
+        now_s = time.monotonic()
+        self._sweeps_s = [now_s + pause_s for pause_s in _SWEEPS_S]
+
+    def _read_epoch(self, lane: Lane) -> Epoch:
+        """Return the epoch in the store at some time after the call."""
+        stored = EpochObject(lane, self._folder)
+        name, _ = stored.read_epoch()
+        return self._epoch.confirm(name, stored)
 
     def _names(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
         prefix = f"{self._folder}/b/{epoch.name.decode()}/"
@@ -205,11 +194,6 @@ class MooncakeStore(ValueStore):
             return
         lane.get([name], [(0, len(_TEST))])
         lane.remove([name])
-
-    def _set_full(self) -> None:
-        if time.monotonic() >= self._full_until_s:
-            _log.warning("tier %s: the store has no space for new blocks", self._name)
-        self._full_until_s = time.monotonic() + FULL_S
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
-from obstore.exceptions import NotModifiedError
 
 from kvferry.app.common.threads import WatchedThread
 from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.connection import CLIENT_ERRORS, connect, unavailable
-from kvferry.app.tiers.object.settings import BucketSettings
+from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.shared_values import SettingsRefused
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, UpdateVersion
+    from obstore import ListStream, ObjectMeta, UpdateVersion
 
 PAGE_NAMES = 1000
 _DELETE_NAMES = 100
@@ -28,12 +27,19 @@ _RECHECK_S = 1.0
 _CLOSE_S = 10.0
 
 
-class EventLoop:
-    """An event loop on a thread of its own. Other threads run coroutines on it."""
+class Bucket:
+    """A bucket, and an event loop on a thread of its own for its coroutines, which raise `StoreUnavailable`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, settings: ObjectTierSettings) -> None:
+        """Raises `StoreUnavailable`. No request is made."""
+        self._client = connect(settings)
+        self._timeout_s = settings.io_timeout_s
+        self._limit = asyncio.Semaphore(settings.requests)
+        self._has_bulk_delete = settings.scheme == "s3"
+        self.has_plain_tags = False
+        """Whether the server expects entity tags in conditions without the quotes that it sends them with."""
         self._loop = asyncio.new_event_loop()
-        self.thread = WatchedThread(f"kvferry-tier-{name}-io", self._loop.run_forever, "no request is made")
+        self.thread = WatchedThread(f"kvferry-tier-{settings.name}-io", self._loop.run_forever, "no request is made")
         self.thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -49,63 +55,22 @@ class EventLoop:
             return
         self.thread.start()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if not self.thread.close(_CLOSE_S):
-            return
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-
-async def gather(works: Iterable[Coroutine[Any, Any, T]], limit_s: float | None = None) -> list[T]:
-    """Return the results of all coroutines; the first exception cancels the others and is raised.
-
-    Raises `StoreUnavailable` if they take longer than `limit_s` together.
-    """
-    try:
-        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    except TimeoutError as error:
-        raise unavailable(error) from None
-    return [task.result() for task in tasks]
-
-
-class Bucket:
-    """Requests to a bucket. All but `__init__` run on one event loop and raise `StoreUnavailable`."""
-
-    def __init__(self, settings: BucketSettings) -> None:
-        """Raises `StoreUnavailable`. No request is made."""
-        self._client = connect(settings)
-        self._timeout_s = settings.io_timeout_s
-        self._limit = asyncio.Semaphore(settings.requests)
-        self._has_bulk_delete = settings.scheme == "s3"
+        if self.thread.close(_CLOSE_S):
+            self._loop.close()
 
     async def meta_of(self, name: str) -> ObjectMeta | None:
         """Return an object's metadata; None if it does not exist."""
         return await self._request(lambda: obstore.head_async(self._client, name))
 
-    async def get(self, name: str, max_bytes: int) -> memoryview | None:
-        """Return an object, empty if it has more than `max_bytes`; None if it does not exist."""
+    async def get(self, name: str, max_bytes: int) -> tuple[memoryview, UpdateVersion] | None:
+        """Return an object, empty if it has more than `max_bytes`, and its version; None if it does not exist."""
 
-        async def get() -> memoryview:
+        async def get() -> tuple[memoryview, UpdateVersion]:
             answer = await obstore.get_async(self._client, name)
-            return memoryview(await answer.bytes_async() if answer.meta["size"] <= max_bytes else b"")
+            data = memoryview(await answer.bytes_async() if answer.meta["size"] <= max_bytes else b"")
+            return data, version_of(answer.meta)
 
         return await self._request(get)
-
-    async def get_changed(self, name: str, e_tag: str | None) -> tuple[bytes, UpdateVersion] | bool:
-        """Return an object and its version; False if it does not exist, True if it still has this tag."""
-
-        async def get() -> tuple[bytes, UpdateVersion] | bool:
-            try:
-                answer = await obstore.get_async(
-                    self._client, name, options={"if_none_match": e_tag} if e_tag else None
-                )
-            except NotModifiedError:
-                return True
-            return bytes(await answer.bytes_async()), version_of(answer.meta)
-
-        return await self._request(get) or False
 
     async def put(self, name: str, pieces: Sequence[bytes | memoryview], *, is_new: bool = False) -> None:
         """Write an object in pieces, which are sent one after the other and never joined.
@@ -120,6 +85,8 @@ class Bucket:
 
         Raises `ConditionFailed`.
         """
+        if version is not None and self.has_plain_tags and version.get("e_tag"):
+            version = {**version, "e_tag": (version["e_tag"] or "").strip('"')}
         return version_of(await self._write(name, [data], version or "create"))
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -133,19 +100,21 @@ class Bucket:
         with suppress(StoreUnavailable):
             await self.delete([name])
 
-    async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectMeta]]:
-        """Yield all objects whose names begin with `prefix` and a slash, a page of them for each request."""
-        pages = obstore.list(self._client, prefix, chunk_size=PAGE_NAMES)
+    def listing_of(self, prefix: str) -> ListStream[Sequence[ObjectMeta]]:
+        """List all objects whose names begin with `prefix` and a slash, by `next_page`."""
+        return obstore.list(self._client, prefix, chunk_size=PAGE_NAMES)
+
+    async def next_page(self, listing: ListStream[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta]:
+        """Return the next objects of a listing, by one request; empty at its end."""
 
         async def turn() -> Sequence[ObjectMeta]:
             # The client's iterator cannot be awaited with a default.
             try:
-                return await anext(pages)
+                return await anext(listing)
             except StopAsyncIteration:
                 return ()
 
-        while page := await self._request(turn):
-            yield page
+        return await self._request(turn) or ()
 
     async def _delete(self, names: list[str]) -> None:
         await self._request(lambda: obstore.delete_async(self._client, names))
@@ -171,6 +140,21 @@ class Bucket:
                 return None
             except CLIENT_ERRORS as error:
                 raise unavailable(error) from None
+
+
+async def gather(works: Iterable[Coroutine[Any, Any, T]], limit_s: float | None = None) -> list[T]:
+    """Return the results of all coroutines; the first exception cancels the others and is raised.
+
+    Raises `StoreUnavailable` if they take longer than `limit_s` together.
+    """
+    try:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    except TimeoutError as error:
+        raise unavailable(error) from None
+    return [task.result() for task in tasks]
 
 
 def version_of(answer: Any) -> UpdateVersion:

@@ -22,7 +22,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvferry.app.tiers.block_store import StoreUnavailable
-from kvferry.app.tiers.object.settings import BucketSettings
+from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _AzureFile:
         return {"access_key": text, "expires_at": datetime.now(UTC)}
 
 
-def connect(settings: BucketSettings) -> Client:
+def connect(settings: ObjectTierSettings) -> Client:
     """Return a client without retries of its own. No request is made. Raises `StoreUnavailable`.
 
     Without `credentials_file` the client finds credentials as its platform provides them: environment, or role of the
@@ -90,7 +90,7 @@ def connect(settings: BucketSettings) -> Client:
         raise unavailable(error) from None
 
 
-def _connect(settings: BucketSettings) -> Client:
+def _connect(settings: ObjectTierSettings) -> Client:
     path = settings.credentials_file
     client, retries = _client_options(settings), _NO_RETRIES
     endpoint = None if settings.endpoint is None else settings.endpoint.get_secret_value()
@@ -134,7 +134,7 @@ def _connect(settings: BucketSettings) -> Client:
         raise SettingsRefused(problem, is_transient=False) from None
 
 
-def _client_options(settings: BucketSettings) -> ClientConfig:
+def _client_options(settings: ObjectTierSettings) -> ClientConfig:
     endpoint = "" if settings.endpoint is None else settings.endpoint.get_secret_value()
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from kvferry.app.settings.tiers import ConnectionSettings, ServerSettings
+from kvferry.app.settings.tiers import ServerSettings
 from kvferry.app.settings.types import WHOLE, FilePath, Word, split_url
 
 SCHEMES = ("s3", "gs", "az")
@@ -40,8 +40,10 @@ def _endpoint(value: object) -> SecretStr:
     return SecretStr(parts.geturl().rstrip("/"))
 
 
-class BucketSettings(ConnectionSettings):
-    """A bucket, and how requests to it are made."""
+class ObjectTierSettings(ServerSettings):
+    """An entry of TIERS of type `object`. Only age bounds it, see docs/tiers.md."""
+
+    place = "a bucket"
 
     url: Annotated[SecretStr, BeforeValidator(_url)] = Field(
         description="`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`"
@@ -64,6 +66,8 @@ class BucketSettings(ConnectionSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.ttl_s is None:
+            raise ValueError("ttl_s is missing: without it nothing bounds the tier")
         if self.scheme == "az" and self.account is None:
             raise ValueError("url=az://... needs account, the name of the storage account")
         if self.scheme != "az" and self.account is not None:
@@ -88,15 +92,3 @@ class BucketSettings(ConnectionSettings):
     def prefix(self) -> str:
         """First part of all names of objects, without a slash at its end."""
         return urlsplit(self.url.get_secret_value()).path.strip("/") or DEFAULT_PREFIX
-
-
-class ObjectTierSettings(BucketSettings, ServerSettings):
-    """An entry of TIERS of type `object`. Only age bounds it, see docs/tiers.md."""
-
-    place = "a bucket"
-
-    @model_validator(mode="after")
-    def _check_expiring(self) -> Self:
-        if self.ttl_s is None:
-            raise ValueError("ttl_s is missing: without it nothing bounds the tier")
-        return self

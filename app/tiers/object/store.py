@@ -11,34 +11,28 @@ returns no block of before. See docs/tier-guarantees.md.
 
 from __future__ import annotations
 
-import logging
-import secrets
-import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.tiers.block_format import OVERHEAD_BYTES
 from kvferry.app.tiers.block_store import BlockResult, Outcome, StoreUnavailable, TierContext, TierRefused, interrupt_if
-from kvferry.app.tiers.object.bucket import Bucket, EventLoop, gather
+from kvferry.app.tiers.object.bucket import Bucket, gather
+from kvferry.app.tiers.object.conditions import check_conditions
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.object.epoch import EpochObject
 from kvferry.app.tiers.object.settings import ObjectTierSettings
 from kvferry.app.tiers.object.sweep import Sweep
-from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_epoch import MAX_NAME_BYTES, Epoch
 from kvferry.app.tiers.shared_values import StoreFull, ValueStore, check_block_bytes
 from kvferry.core.keys import Key, RequestIdentity
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
 MAX_OBJECT_BYTES = 5 << 30
 """The longest object that S3 accepts in one request."""
-FULL_PAUSE_S = 5.0
-"""Seconds between attempts to write to a full store."""
-
-T = TypeVar("T")
 
 
 class ObjectTier:
@@ -68,28 +62,33 @@ class ObjectStore(ValueStore):
         """`probe` makes the first request. Raises `StoreUnavailable` if a file of the settings cannot be read."""
         super().__init__(context)
         self.batch_blocks = max(1, min(MAX_BATCH_BLOCKS, settings.requests, BATCH_BYTES // context.slot_bytes))
-        self._slot_bytes = context.slot_bytes
         self._timeout_s = settings.timeout_s
         self._folder = f"{settings.prefix}/{self._namespace.hex()}"
         self._bucket = Bucket(settings)
-        self._epoch = EpochObject(self._bucket, f"{self._folder}/epoch", self._name, self._count_from_zero)
         self._sweep = Sweep(
-            self._bucket, settings.prefix, lambda: self._blocks_of(self._epoch.latest), self._epoch, settings.ttl_s or 1
+            self._bucket,
+            settings.prefix,
+            f"{self._folder}/b",
+            lambda: self._epoch.latest,
+            lambda: self._epoch.read(self),
+            settings.ttl_s or 1,
         )
-        self._full_until_s: float | None = None
-        """When to write to a full store again; None if it is not full."""
-        self._loop = EventLoop(self._name)
 
     # --- calls of the server ------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
         """See `ValueStore`."""
-        self._run(self._test())
+        try:
+            self._bucket.run(check_conditions(self._bucket, self._epoch_name))
+        except StoreFull:
+            # Blocks can be loaded all the same.
+            self._set_full()
+        self._epoch.read(self)
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         epoch = self._epoch.latest
-        metas, read = self._run(self._with_epoch([self._bucket.meta_of(name) for name in self._names(epoch, keys)]))
+        metas, read = self._run([self._bucket.meta_of(name) for name in self._names(epoch, keys)])
         return [meta is not None and read == epoch for meta in metas]
 
     def put_many(
@@ -99,11 +98,11 @@ class ObjectStore(ValueStore):
 
         Reads no epoch: what is written in one that has ended is never found.
         """
-        if self._full_until_s is not None:
+        if self._is_full():
             return [Outcome.DROPPED] * len(keys)
         epoch = self._epoch.latest
         values = self._encode(epoch, keys, data, origins)
-        outcomes = self._run(gather(map(self._put, self._names(epoch, keys), values), self._timeout_s))
+        outcomes = self._bucket.run(gather(map(self._put, self._names(epoch, keys), values), self._timeout_s))
         self._count_stored(values, outcomes)
         return outcomes
 
@@ -111,64 +110,73 @@ class ObjectStore(ValueStore):
         """See `BlockStore`."""
         epoch = self._epoch.latest
         names = self._names(epoch, keys)
-        values, read = self._run(
-            self._with_epoch([self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)])
+        found, read = self._run(
+            [self._bucket.get(n, len(i) + OVERHEAD_BYTES) for n, i in zip(names, into, strict=True)]
         )
+        values = [one and one[0] for one in found]
         return self._decode(epoch, read, keys, values, into)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `BlockStore`."""
-        self._run(self._drop(keys))
-
-    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
-        dropped = self._stored
-        self._run(self._reset_all(stop))
-        return dropped
+        # Read after the drop: blocks of a later epoch were stored after it.
+        self._bucket.run(self._bucket.delete(self._names(self._epoch.read(self), keys)))
+        self._count_removed(len(keys))
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
-        self._run(self._maintain())
+        self._sweep.step()
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
-        texts = [] if self._full_until_s is None else ["the store is full; new blocks are not kept"]
-        return texts + self._sharing_problems + self._loop.thread.degraded()
+        return [*super().health(), *self._bucket.thread.degraded()]
 
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._epoch.latest.name
+    def read_epoch(self) -> tuple[bytes, UpdateVersion | None]:
+        """See `EpochStore`."""
+        return _name_and_version(self._bucket.run(self._get_epoch()))
+
+    def replace_epoch(self, version: UpdateVersion | None, name: bytes) -> bool:
+        """See `EpochStore`."""
+        try:
+            self._bucket.run(self._bucket.put_if(self._epoch_name, name, version))
+        except ConditionFailed:
+            return False
+        return True
 
     def close(self) -> None:
         """See `BlockStore`."""
-        self._loop.close()
+        self._bucket.close()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(work)
+    @property
+    def _epoch_name(self) -> str:
+        return f"{self._folder}/epoch"
+
+    def _run(self, works: Sequence[Coroutine[Any, Any, Any]]) -> tuple[list[Any], Epoch]:
+        """Make requests; return their results, and the epoch in the server at some time after the call."""
+        *results, read = self._bucket.run(gather([*works, self._get_epoch()], self._timeout_s))
+        return results, self._epoch.confirm(_name_and_version(read)[0], self)
+
+    def _get_epoch(self) -> Coroutine[Any, Any, tuple[memoryview, UpdateVersion] | None]:
+        return self._bucket.get(self._epoch_name, MAX_NAME_BYTES)
+
+    def _begin_epoch(self) -> None:
+        """See `ValueStore`."""
+        self._epoch.begin(self)
+        self._sweep.begin_after_reset()
+
+    def _remove_everything(self, stop: Callable[[], bool]) -> None:
+        """See `ValueStore`."""
+        bucket = self._bucket
+        bucket.run(bucket.delete([self._epoch_name]))
+        listing = bucket.listing_of(f"{self._folder}/b")
+        while page := bucket.run(bucket.next_page(listing)):
+            interrupt_if(stop)
+            bucket.run(bucket.delete([found["path"] for found in page]))
 
     def _names(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
-        prefix = self._blocks_of(epoch)
+        prefix = f"{self._folder}/b/{epoch.name.decode()}/"
         return [prefix + key.hex() for key in keys]
-
-    def _blocks_of(self, epoch: Epoch) -> str:
-        return f"{self._folder}/b/{epoch.name.decode()}/"
-
-    # --- on the event loop --------------------------------------------------------------------------------------
-
-    async def _with_epoch(self, works: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T], Epoch]:
-        """Return results of requests, and the epoch in the server at some time after the call."""
-        results: list[Any] = await gather([*works, self._epoch.read()], self._timeout_s)
-        return results[:-1], results[-1]
-
-    async def _test(self) -> None:
-        try:
-            await self._epoch.test_conditions()
-        except StoreFull:
-            # Blocks can be loaded all the same.
-            self._set_full()
-        await self._epoch.read()
 
     async def _put(self, name: str, value: Sequence[bytes | memoryview]) -> Outcome:
         """Write a block, in pieces, unless it is there."""
@@ -181,42 +189,6 @@ class ObjectStore(ValueStore):
             return Outcome.DROPPED
         return Outcome.STORED
 
-    def _set_full(self) -> None:
-        if self._full_until_s is None:
-            _log.warning("tier %s: the store is full", self._name)
-        self._full_until_s = time.monotonic() + FULL_PAUSE_S
 
-    async def _drop(self, keys: Sequence[Key]) -> None:
-        # Read after the drop: blocks of a later epoch were stored after it.
-        await self._bucket.delete(self._names(await self._epoch.read(), keys))
-        self._count_removed(len(keys))
-
-    async def _maintain(self) -> None:
-        if self._full_until_s is not None and time.monotonic() >= self._full_until_s:
-            await self._test_space()
-        await self._sweep.step()
-
-    async def _test_space(self) -> None:
-        """Use a store that was full again if it has space for a block."""
-        name = f"{self._folder}/space-test-{secrets.token_hex(8)}"
-        try:
-            await self._bucket.put(name, [bytes(self._slot_bytes)])
-            await self._epoch.test_conditions()
-        except StoreFull:
-            self._set_full()
-        else:
-            self._full_until_s = None
-        finally:
-            await self._bucket.discard(name)
-
-    async def _reset_all(self, stop: Callable[[], bool]) -> None:
-        try:
-            await self._epoch.replace_epoch()
-        except StoreFull:
-            # A full server accepts deletions.
-            await self._epoch.remove()
-            async for page in self._bucket.pages(f"{self._folder}/b"):
-                interrupt_if(stop)
-                await self._bucket.delete([found["path"] for found in page])
-            await self._epoch.replace_epoch()
-        self._sweep.begin_after_reset()
+def _name_and_version(found: tuple[memoryview, UpdateVersion] | None) -> tuple[bytes, UpdateVersion | None]:
+    return (b"", None) if found is None else (bytes(found[0]), found[1])

@@ -6,70 +6,70 @@ not changed since that engine looked an interval ago. No clock but the server's 
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from kvferry.app.tiers.block_store import StoreUnavailable
 from kvferry.app.tiers.object.bucket import Bucket, version_of
 from kvferry.app.tiers.object.connection import ConditionFailed
-from kvferry.app.tiers.object.epoch import EpochObject
+from kvferry.app.tiers.shared_epoch import Epoch
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
-
-_log = logging.getLogger(__name__)
+    from obstore import ListStream, ObjectMeta
 
 MAX_INTERVAL_S = 3600.0
 _PAGES_PER_SECOND = 5
 _BLOCK = re.compile(r"[0-9a-f]{16}/b/[0-9a-f]+-[0-9a-f]+/[0-9a-f]+")
-_TEST = re.compile(r"[0-9a-f]{16}/(?:epoch|space)-test-[0-9a-f]+")
+_TEST = re.compile(r"[0-9a-f]{16}/epoch-test-[0-9a-f]+")
 
 
 class Sweep:
-    """Lists the prefix at intervals and removes old objects. All methods run on the event loop."""
+    """Lists the prefix at intervals and removes old objects."""
 
-    def __init__(self, bucket: Bucket, prefix: str, blocks: Callable[[], str], epoch: EpochObject, ttl_s: int) -> None:
-        """`blocks` returns what the names of blocks of the current epoch begin with."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        prefix: str,
+        folder: str,
+        latest_epoch: Callable[[], Epoch],
+        read_epoch: Callable[[], Epoch],
+        ttl_s: int,
+    ) -> None:
+        """`folder` is that of the namespace's blocks, below `prefix`."""
         self._bucket = bucket
         self._prefix = prefix
-        self._blocks = blocks
-        self._epoch = epoch
+        self._folder = folder
+        self._latest_epoch = latest_epoch
+        self._read_epoch = read_epoch
         self._ttl = timedelta(seconds=ttl_s)
         self._interval_s = min(max(ttl_s / 10, 1.0), MAX_INTERVAL_S)
-        self._pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
+        self._listing: ListStream[Sequence[ObjectMeta]] | None = None
         self._oldest: datetime | None = None
         self._seen: str | None = None
         self._next_s = 0.0
 
     def begin_after_reset(self) -> None:
         """List the blocks of this namespace soon: those of earlier epochs are removed."""
-        namespace = self._blocks().rpartition("/b/")[0]
-        self._pages, self._oldest = self._bucket.pages(f"{namespace}/b"), None
+        self._listing, self._oldest = self._bucket.listing_of(self._folder), None
 
-    async def step(self) -> None:
+    def step(self) -> None:
         """Do some of it. Called about once a second. Raises `StoreUnavailable`; what was begun is begun again later."""
-        if self._pages is None and time.monotonic() >= self._next_s:
+        if self._listing is None and time.monotonic() >= self._next_s:
             # Engines that were started together do not look together.
             self._next_s = time.monotonic() + self._interval_s * random.uniform(0.9, 1.1)
-            await self._take_turn()
+            self._bucket.run(self._take_turn())
         for _ in range(_PAGES_PER_SECOND):
-            if self._pages is None:
+            if self._listing is None:
                 return
-            try:
-                page = await anext(self._pages, None)
-                if page is not None:
-                    await self._remove_old(page)
-            except StoreUnavailable:
-                self._pages = None
-                raise
-            if page is None:
-                self._pages = None
+            listing, self._listing = self._listing, None
+            page = self._bucket.run(self._bucket.next_page(listing))
+            if page:
+                self._remove_old(page)
+                self._listing = listing
 
     async def _take_turn(self) -> None:
         """Begin a listing unless another engine has begun one within the last interval."""
@@ -80,7 +80,7 @@ class Sweep:
             return
         try:
             version = None if meta is None else version_of(meta)
-            await self._bucket.put_if(name, secrets.token_hex(8).encode(), self._epoch.condition(version))
+            await self._bucket.put_if(name, secrets.token_hex(8).encode(), version)
         except ConditionFailed:
             return
         written = await self._bucket.meta_of(name)
@@ -88,25 +88,20 @@ class Sweep:
             return
         self._seen = str(written["e_tag"])
         self._oldest = written["last_modified"] - self._ttl
-        self._pages = self._bucket.pages(self._prefix)
+        self._listing = self._bucket.listing_of(self._prefix)
 
-    async def _remove_old(self, page: Sequence[ObjectMeta]) -> None:
+    def _remove_old(self, page: Sequence[ObjectMeta]) -> None:
         """Remove objects of a page that are too old, in any namespace, and of earlier epochs, in this namespace."""
-        own = self._blocks()
-        namespace = own.rpartition("/b/")[0] + "/b/"
+        epoch = self._latest_epoch()
+        current = f"{self._folder}/{epoch.name.decode()}/"
         names = []
         for stored in page:
             name = stored["path"]
             inner = name.removeprefix(f"{self._prefix}/")
             is_old = self._oldest is not None and stored["last_modified"] < self._oldest
-            is_earlier = name.startswith(namespace) and not name.startswith(own)
-            if (is_earlier and _BLOCK.fullmatch(inner)) or (
-                is_old and (_BLOCK.fullmatch(inner) or _TEST.fullmatch(inner))
-            ):
+            is_earlier = name.startswith(f"{self._folder}/") and not name.startswith(current)
+            if (_BLOCK.fullmatch(inner) and (is_old or is_earlier)) or (_TEST.fullmatch(inner) and is_old):
                 names.append(name)
-        if not names:
-            return
         # The epoch is read after the names: those of another one are of earlier ones.
-        await self._epoch.read()
-        if self._blocks() == own:
-            await self._bucket.delete(names)
+        if names and self._read_epoch() == epoch:
+            self._bucket.run(self._bucket.delete(names))

@@ -10,7 +10,6 @@ earlier epoch is never found. See docs/tier-guarantees.md.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from kvferry.app.tiers.redis.connection import (
     CLIENT_ERRORS,
     Client,
     Command,
-    Pieces,
     connect,
     disconnect_idle,
     primaries,
@@ -30,8 +28,8 @@ from kvferry.app.tiers.redis.connection import (
     unavailable,
 )
 from kvferry.app.tiers.redis.settings import RedisTierSettings
-from kvferry.app.tiers.shared_epoch import Epoch, KnownEpoch
-from kvferry.app.tiers.shared_values import SettingsRefused, StoreFull, ValueStore, check_block_bytes
+from kvferry.app.tiers.shared_epoch import Epoch
+from kvferry.app.tiers.shared_values import SettingsRefused, ValueStore, check_block_bytes
 from kvferry.core.keys import Key, RequestIdentity
 
 BATCH_BYTES = 4 << 20
@@ -69,9 +67,6 @@ class RedisStore(ValueStore):
         self._settings = settings
         self._prefix = f"{settings.prefix}:{self._namespace.hex()}:".encode()
         self._client: Client | None = None
-        self._changing = threading.Lock()
-        """Held while the epoch is compared with the server's, including the calls for that."""
-        self._known = KnownEpoch(self._name, self._on_epoch)
         self._problem: str | None = None
         """Why nothing is stored."""
         self._evicts_epoch = False
@@ -87,7 +82,7 @@ class RedisStore(ValueStore):
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        epoch = self._known.latest
+        epoch = self._epoch.latest
         found, read = self._run([("EXISTS", name) for name in self._names(epoch, keys)])
         _raise_first(found)
         return [bool(one) and read == epoch for one in found]
@@ -98,11 +93,12 @@ class RedisStore(ValueStore):
         """See `BlockStore`."""
         if self._problem is not None:
             return [Outcome.DROPPED] * len(keys)
-        epoch = self._known.latest
+        epoch = self._epoch.latest
         names = self._names(epoch, keys)
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
-        values = [Pieces(value) for value in self._encode(epoch, keys, data, origins)]
-        results, ended = self._run([("SET", name, value, *expiry) for name, value in zip(names, values, strict=True)])
+        values = self._encode(epoch, keys, data, origins)
+        commands = [("SET", name, b"".join(value), *expiry) for name, value in zip(names, values, strict=True)]
+        results, ended = self._run(commands)
         if ended != epoch:
             self._unlink(names)
             return [Outcome.DROPPED] * len(keys)
@@ -116,7 +112,7 @@ class RedisStore(ValueStore):
 
     def get_many(self, keys: Sequence[Key], into: Sequence[memoryview]) -> Sequence[BlockResult]:
         """See `BlockStore`."""
-        epoch = self._known.latest
+        epoch = self._epoch.latest
         values, read = self._run([("GET", name) for name in self._names(epoch, keys)])
         _raise_first([value for value in values if not _is_wrong_type(value)])
         return self._decode(epoch, read, keys, values, into)
@@ -126,21 +122,6 @@ class RedisStore(ValueStore):
         # Read after the drop: blocks of a later epoch were stored after it.
         _, epoch = self._run([])
         self._count_removed(self._unlink(self._names(epoch, keys)))
-
-    def reset(self, stop: Callable[[], bool]) -> tuple[int, int]:
-        """See `BlockStore`. Returns the blocks and bytes that this engine had stored."""
-        dropped = self._stored
-        try:
-            self._run([])
-            with self._changing:
-                self._begin_epoch(None)
-        except StoreFull:
-            # A full server accepts deletions. Without an epoch no block is served before a new one has begun.
-            _raise_first(run_pipeline(self._connected(), [("DEL", self._epoch_key)]))
-            for names in self._scan():
-                interrupt_if(stop)
-                self._unlink(names)
-        return dropped
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
@@ -159,11 +140,21 @@ class RedisStore(ValueStore):
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
         texts = [] if self._problem is None else [f"{self._problem}; new blocks are not kept"]
-        return texts + [_EVICTS_EPOCH] * self._evicts_epoch + self._sharing_problems
+        return [*texts, *[_EVICTS_EPOCH] * self._evicts_epoch, *super().health()]
 
-    def shared_epoch(self) -> bytes:
-        """See `SharedStore`."""
-        return self._known.latest.name
+    def read_epoch(self) -> tuple[bytes, None]:
+        """See `EpochStore`."""
+        (answer,) = run_pipeline(self._connected(), [("GET", self._epoch_key)])
+        return self._epoch_of(answer), None
+
+    def replace_epoch(self, version: None, name: bytes) -> bool:
+        """See `EpochStore`. Replaces any epoch.
+
+        The client repeats no command. One that the server carries out late begins an epoch without blocks, whose number
+        shows other engines that a later epoch was lost.
+        """
+        _raise_first(run_pipeline(self._connected(), [("SET", self._epoch_key, name)]))
+        return True
 
     def close(self) -> None:
         """See `BlockStore`."""
@@ -219,13 +210,10 @@ class RedisStore(ValueStore):
             (read,) = run_pipeline(client, [look])
         else:
             *results, read = run_pipeline(client, [*commands, look])
-        epoch = self._epoch_of(read)
-        if not epoch.name or epoch != self._known.latest:
-            epoch = self._follow()
-        return results, epoch
+        return results, self._epoch.confirm(self._epoch_of(read), self)
 
-    def _epoch_of(self, result: Any) -> Epoch:
-        """Return the epoch that the server has; raise `StoreUnavailable` for an exception."""
+    def _epoch_of(self, result: Any) -> bytes:
+        """Return the name of the epoch that the server has; raise `StoreUnavailable` for an exception."""
         if _is_wrong_type(result):
             raise StoreUnavailable(
                 f"the key {self._epoch_key.decode()} is not the string with the epoch of the namespace; remove it, or "
@@ -233,37 +221,23 @@ class RedisStore(ValueStore):
                 is_transient=False,
             )
         _raise_first([result])
-        return Epoch(result or b"")
-
-    def _follow(self) -> Epoch:
-        """Adopt the epoch in the server. Begins a new one if the server has none, or has lost its latest writes."""
-        with self._changing:
-            # Read again: since the caller's reading, another thread may have adopted a later epoch.
-            (answer,) = run_pipeline(self._connected(), [("GET", self._epoch_key)])
-            epoch = self._epoch_of(answer)
-            loss = epoch.find_loss(self._known.latest)
-            if loss is not None:
-                return self._begin_epoch(loss)
-            self._known.adopt(epoch)
-            return epoch
+        return bytes(result or b"")
 
     def _on_epoch(self) -> None:
-        """Count the blocks of a new epoch, and delete those of earlier ones. Requires: `_changing` held."""
-        self._count_from_zero()
+        """Count the blocks of a new epoch, and delete those of earlier ones."""
+        super()._on_epoch()
         self._sweep = self._scan()
 
-    def _begin_epoch(self, reason: str | None) -> Epoch:
-        """Replace the epoch in the server. Requires: `_changing` held.
+    def _begin_epoch(self) -> None:
+        """See `ValueStore`."""
+        self._epoch.begin(self)
 
-        The client repeats no command. One that the server carries out late begins an epoch without blocks, whose number
-        shows other engines that a later epoch was lost.
-        """
-        epoch = self._known.latest.next()
-        _raise_first(run_pipeline(self._connected(), [("SET", self._epoch_key, epoch.name)]))
-        if reason is not None:
-            self._known.warn_of_loss(reason)
-        self._known.adopt(epoch)
-        return epoch
+    def _remove_everything(self, stop: Callable[[], bool]) -> None:
+        """See `ValueStore`."""
+        _raise_first(run_pipeline(self._connected(), [("DEL", self._epoch_key)]))
+        for names in self._scan():
+            interrupt_if(stop)
+            self._unlink(names)
 
     def _unlink(self, names: Sequence[bytes]) -> int:
         """Remove values from the server, whose memory it frees on a thread of its own; return how many there were."""
@@ -296,7 +270,7 @@ class RedisStore(ValueStore):
         if names is None:
             self._sweep = None
             return False
-        epoch = self._known.latest
+        epoch = self._epoch.latest
         current = self._blocks_of(epoch)
         old = [name for name in names if not name.startswith(current)]
         # The epoch is read after the names: all that are of another one are of an earlier one.
