@@ -265,18 +265,11 @@ class JobQueue:
         with self._changed:
             return self._changed.wait_for(lambda: all(worker.work is None for worker in self.workers), timeout_s)
 
-    def next_resets(self) -> list[Reset]:
-        """Return resets that are not done and that the first of them includes, so that it is done for all."""
+    def end_reset(self, dropped_blocks: int, dropped_bytes: int) -> None:
+        """End the oldest reset with what was dropped; with the last one, work continues."""
         with self._changed:
-            first = min(self._resets, key=lambda reset: reset.match is not None)
-            return [first, *(one for one in self._resets if one is not first and first.match in (None, one.match))]
-
-    def end_resets(self, resets: Sequence[Reset], dropped_blocks: int, dropped_bytes: int) -> None:
-        """End resets that were done together, the first with what was dropped; with the last one, work continues."""
-        with self._changed:
-            self._resets = deque(reset for reset in self._resets if reset not in resets)
-            self._results.append(TierResetResult(resets[0].number, dropped_blocks, dropped_bytes))
-            self._results.extend(TierResetResult(reset.number) for reset in resets[1:])
+            reset = self._resets.popleft()
+            self._results.append(TierResetResult(reset.number, dropped_blocks, dropped_bytes))
             self._changed.notify_all()
 
     def results(self) -> list[TierResult | TierResetResult]:

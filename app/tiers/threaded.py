@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import logging
 import mmap
-import operator
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -57,9 +55,6 @@ PROBE_S = 5.0
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _DROPS_AT_ONCE = 1000
-_MAX_REASONS = 10
-_MAX_REASON_CHARS = 1000
-_MAX_COUNT = (1 << 63) - 1
 
 _FAILED = BlockResult(Outcome.FAILED)
 _DROPPED = BlockResult(Outcome.DROPPED)
@@ -322,9 +317,9 @@ class ThreadedTier:
         if corrupt:
             self.drop(None, corrupt)
         for one, result in zip(staged, loaded, strict=True):
-            # Compared like in the queue: the text "loaded" is equal to the outcome, and not the same object.
-            is_loaded = result.outcome == Outcome.LOADED
-            if is_loaded and not _copy(job, guard, one.views, _bytes_of(result, one), to_slot=True):
+            if result.outcome == Outcome.LOADED and not _copy(
+                job, guard, one.views, _bytes_of(result, one), to_slot=True
+            ):
                 break
             results[one.place] = result
         return results
@@ -412,13 +407,10 @@ class ThreadedTier:
 
     def _refresh(self) -> None:
         """Cache size, health and shared epoch of the store, whose calls may block."""
-        size = self._store.size()
-        blocks, num_bytes, max_bytes, evicted = map(_count_of, (size.blocks, size.bytes, size.max_bytes, size.evicted))
-        self._size = TierCounts(blocks, num_bytes, max_bytes, evicted=evicted)
-        self._store_health = [_reason_of(reason) for reason in islice(self._store.health(), _MAX_REASONS)]
-        self._shared_epoch = (
-            bytes(memoryview(self._store.shared_epoch())) if isinstance(self._store, SharedStore) else b""
-        )
+        self._size = self._store.size()
+        # A path may have characters that cannot be encoded.
+        self._store_health = [reason.encode(errors="replace").decode() for reason in self._store.health()]
+        self._shared_epoch = self._store.shared_epoch() if isinstance(self._store, SharedStore) else b""
 
     def _probe(self) -> bool:
         """Return whether the store is available, after a probe if it was not."""
@@ -470,18 +462,16 @@ class ThreadedTier:
         self._on_finished()
 
     def _do_resets(self) -> None:
-        while not self._queue.is_closed and self._queue.next_reset is not None:
+        while not self._queue.is_closed and (reset := self._queue.next_reset) is not None:
             if not self._queue.wait_idle(self._maintain_s):
                 return
-            resets = self._queue.next_resets()
-            match, store = resets[0].match, self._store
+            match, store = reset.match, self._store
             if match is not None and isinstance(store, FilteringStore):
                 dropped = store.drop_matching(match, lambda: self._queue.is_closed)
             else:
                 dropped = store.reset(lambda: self._queue.is_closed)
-            dropped_blocks, dropped_bytes = map(_count_of, dropped)
             self._attempt("housekeeping", self._refresh)
-            self._queue.end_resets(resets, dropped_blocks, dropped_bytes)
+            self._queue.end_reset(*dropped)
             self._on_finished()
 
     # --- errors -------------------------------------------------------------------------------------------------
@@ -504,19 +494,7 @@ def new_buffer(num_bytes: int) -> NDArray[np.uint8]:
     Some processors copy several times slower where the last 12 bits of both addresses differ by a few bytes, as with a
     buffer behind the header of `malloc` and a block behind its head in a file.
     """
-    spare = np.empty(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
-    start = -spare.ctypes.data % mmap.PAGESIZE
-    return spare[start : start + num_bytes]
-
-
-def _count_of(number: int) -> int:
-    """Return a number of a store that is no count as the nearest count. Raises `TypeError` if it is no integer."""
-    return min(max(operator.index(number), 0), _MAX_COUNT)
-
-
-def _reason_of(text: object) -> str:
-    """Return a reason of a store as `/readyz` can show it."""
-    return str(text)[:_MAX_REASON_CHARS].encode(errors="replace").decode()
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
 
 def _bytes_of(result: BlockResult, staged: _Staged) -> NDArray[np.uint8]:

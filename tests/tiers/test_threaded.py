@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 from kvferry.app.tiers.block_store import BlockResult, Outcome
 from kvferry.app.tiers.threaded import CopyHangs
 from kvferry.core.keys import Key, RequestFilter
-from kvferry.core.tiers.base import TierCounts
 from tests.harness.dictionary_tier import DictionaryStore
 from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
@@ -407,55 +405,6 @@ def test_load_when_answered_with_an_outcome_of_others_fails(
     assert rig.store(keys_of([2])) == [False]
 
 
-def test_load_when_answered_with_the_text_of_an_outcome_is_loaded(
-    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert rig.store(keys_of([1])) == [True]
-    get_many = store.get_many
-    monkeypatch.setattr(store, "get_many", lambda *args: [one._replace(outcome=str(one[0])) for one in get_many(*args)])
-    assert rig.load(keys_of([1])) == [True]
-
-
-NUMBERS = {"negative": (-5, 0), "huge": (10**400, (1 << 63) - 1), "numpy": (np.int64(3), 3)}
-
-
-@pytest.mark.parametrize(("number", "shown"), NUMBERS.values(), ids=NUMBERS.keys())
-def test_size_and_reset_when_no_counts_show_the_nearest_ones(
-    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch, number: Any, shown: int
-) -> None:
-    monkeypatch.setattr(store, "size", lambda: TierCounts(number, number, number, evicted=number))
-    counts = rig.counts()
-    assert [counts.blocks, counts.bytes, counts.max_bytes, counts.evicted] == [shown] * 4
-    monkeypatch.setattr(store, "reset", lambda stop: (number, number))
-    result = rig.reset()
-    assert (result.dropped_blocks, result.dropped_bytes) == (shown, shown)
-    assert json.dumps([counts.blocks, result.dropped_blocks]) == f"[{shown}, {shown}]"
-
-
-@pytest.mark.parametrize("method", ["size", "health", "reset"])
-def test_answer_of_another_type_is_logged_and_not_used(
-    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
-) -> None:
-    answers = {"size": TierCounts("a", [], None), "health": 5, "reset": ("a", 1.5)}  # type: ignore[arg-type]
-    with monkeypatch.context() as patched:
-        patched.setattr(store, method, lambda *_: answers[method])
-        reset = rig.submit_reset()
-        wait_until(lambda: "failed and is tried again: unexpected TypeError" in caplog.text, "logged", WAIT_S)
-        assert rig.tier.counts().blocks == 0
-    wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
-    assert rig.store(keys_of([1])) == [True]
-
-
-def test_reasons_of_a_store_are_few_short_and_can_be_encoded(
-    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "health", lambda: ["\ud800" + "x" * 100_000, 5, *["more"] * 100])
-    reasons = rig.health()
-    assert reasons[:2] == ["?" + "x" * 999, "5"]
-    assert len(reasons) == 10
-    assert "".join(reasons).encode()
-
-
 def test_call_when_it_ends_its_thread_costs_its_blocks_only(
     rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -504,26 +453,6 @@ def test_a_reset_that_fails_is_tried_again(rig: Rig, store: DictionaryStore) -> 
     wait_until(lambda: rig.has(number), "the reset", WAIT_S)
     assert rig.results[number].dropped_blocks == 1
     assert rig.store(keys_of([1])) == [True]
-
-
-@pytest.mark.parametrize(("requests", "num_calls"), [("aab", 2), ("ab*", 1)])
-def test_resets_that_wait_for_another_are_done_together(
-    rig: Rig, store: DictionaryStore, requests: str, num_calls: int
-) -> None:
-    assert rig.store(keys_of([1])) == [True]
-    let_in(store, 1)
-    store.gate.clear()
-    rig.tier.reset(first := next(rig.numbers), RequestFilter(request="a"))
-    let_in(store, 1)
-    numbers = [next(rig.numbers) for _ in requests]
-    for number, request in zip(numbers, requests, strict=True):
-        rig.tier.reset(number, None if request == "*" else RequestFilter(request=request))
-    store.gate.set()
-    wait_until(lambda: all(rig.has(number) for number in (first, *numbers)), "the resets", WAIT_S)
-    let_in(store, num_calls)
-    assert not store.entered.acquire(blocking=False)
-    assert sum(rig.results[number].dropped_blocks for number in numbers) == ("*" in requests)
-    assert rig.find(keys_of([1])) == ["*" not in requests]
 
 
 def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from kvferry.app.tiers.fs.folder import (
     size_on_disk,
 )
 from kvferry.app.tiers.fs.store import FileStore, PrivateFileStore, SharedFileStore
-
-_log = logging.getLogger(__name__)
 
 _ENGINE = "{engine}"
 
@@ -46,7 +43,19 @@ class FileTier:
     @staticmethod
     def open(settings: FileTierSettings, context: TierContext) -> FileStore:
         """Open the folder. Raises `TierRefused`."""
-        return _open(settings, context)
+        path = Path(str(settings.path).replace(_ENGINE, context.engine))
+        try:
+            folder = Folder(path, is_shared=settings.shared)
+            try:
+                _check_holds_block(settings, folder.size_on_disk(context.slot_bytes))
+                return (SharedFileStore if settings.shared else PrivateFileStore)(folder, settings.max_bytes, context)
+            except (OSError, TierRefused):
+                folder.close()
+                raise
+        except FolderInUse as error:
+            raise _in_use(settings, path) from error
+        except OSError as error:
+            raise _unusable(settings, path, error) from error
 
     @staticmethod
     def check(settings: FileTierSettings, slot_bytes: int | None) -> None:
@@ -111,35 +120,3 @@ def _check_holds_block(settings: FileTierSettings, smallest_bytes: int) -> None:
             f"KVFERRY_TIERS: tier {settings.name}: max_bytes={settings.max_bytes} holds no block: a file of one takes "
             f"up to {smallest_bytes:,} bytes; make it larger"
         )
-
-
-def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
-    def refused(advice: str) -> TierRefused:
-        return TierRefused(f"KVFERRY_TIERS: tier {context.name}: path={path} {advice}")
-
-    path = Path(str(settings.path).replace(_ENGINE, context.engine))
-    try:
-        opened = Folder(path, is_shared=settings.shared)
-    except FolderInUse as error:
-        raise _in_use(settings, path) from error
-    except OSError as error:
-        raise _unusable(settings, path, error) from error
-    try:
-        _check_holds_block(settings, opened.size_on_disk(context.slot_bytes))
-        store = (SharedFileStore if settings.shared else PrivateFileStore)(opened, settings.max_bytes, context)
-    except OSError as error:
-        opened.close()
-        raise refused(f"cannot be written: {error.strerror or error}; make it writable, or name another") from error
-    except TierRefused:
-        opened.close()
-        raise
-    space = os.statvfs(path)
-    _log.info(
-        "tier %s: at most %s bytes in %s, where %s bytes are free; blocks of up to %s bytes",
-        context.name,
-        f"{settings.max_bytes:,}",
-        path,
-        f"{space.f_bavail * space.f_frsize:,}",
-        f"{context.slot_bytes:,}",
-    )
-    return store
