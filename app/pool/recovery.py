@@ -45,7 +45,6 @@ from kvferry.cuda_ops.pool.limits import largest_file_bytes, largest_memory_byte
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = RequestIdentity("")
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +195,11 @@ def recover_pool(
     """
     started = warm_start(file, store, manager, on_stage)
     _log.info("%s: %s", file.path, started)
-    if started.is_new and (others := _other_pools(file.path)):
-        _log.info("pool: new file %s; the folder has pools of other names: %s", file.path, ", ".join(others))
     headers = [SlotHeaders(file, pool, rank) for rank in range(pool.num_ranks)]
     verification = BootVerification(file, headers, manager, stopping)
     if file.found.other_boot:
         verification.thread.start()
     return started, verification
-
-
-def _other_pools(path: Path) -> list[str]:
-    """Return the names of a few pools in the same folder, one of which an operator may have expected."""
-    pattern = "kvferry-*.pool" if path.is_relative_to(SHARED_MEMORY) else "*.pool"
-    return sorted(other.name for other in path.parent.glob(pattern) if other != path)[:_MAX_NAMES]
 
 
 def warm_start(

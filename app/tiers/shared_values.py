@@ -60,6 +60,8 @@ class ValueStore:
 
     place = "the server"
     """Where the epoch is, for the log."""
+    full = "the store is full"
+    """What operators read of a store without space."""
 
     def __init__(self, context: TierContext) -> None:
         self._name = context.name
@@ -101,7 +103,7 @@ class ValueStore:
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
-        texts = ["the store is full; new blocks are not kept"] if self._is_full() else []
+        texts = [f"{self.full}; new blocks are not kept"] if self._is_full() else []
         return texts + self._sharing_problems
 
     def shared_epoch(self) -> bytes:
@@ -120,7 +122,7 @@ class ValueStore:
         return time.monotonic() < self._full_until_s
 
     def _set_full(self) -> None:
-        self._limited_log.log(logging.WARNING, "full", "tier %s: the store is full", self._name)
+        self._limited_log.log(logging.WARNING, "full", "tier %s: %s", self._name, self.full)
         self._full_until_s = time.monotonic() + FULL_S
 
     def size(self) -> TierCounts:

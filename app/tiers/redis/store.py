@@ -60,6 +60,8 @@ class RedisTier:
 class RedisStore(ValueStore):
     """An `kvferry.app.tiers.block_store.BlockStore`."""
 
+    full = "the server is full and evicts nothing; raise maxmemory, or set an allkeys maxmemory-policy"
+
     def __init__(self, settings: RedisTierSettings, context: TierContext) -> None:
         """`probe` connects. Blocks are of up to `context.slot_bytes`."""
         super().__init__(context)
@@ -91,7 +93,7 @@ class RedisStore(ValueStore):
         self, keys: Sequence[Key], data: Sequence[memoryview], origins: Sequence[RequestIdentity]
     ) -> Sequence[Outcome]:
         """See `BlockStore`."""
-        if self._problem is not None:
+        if self._problem is not None or self._is_full():
             return [Outcome.DROPPED] * len(keys)
         epoch = self._epoch.latest
         names = self._names(epoch, keys)
@@ -105,7 +107,7 @@ class RedisStore(ValueStore):
         refused = [result for result in results if isinstance(result, Exception)]
         _raise_first([error for error in refused if not isinstance(error, redis.OutOfMemoryError)])
         if refused:
-            self._problem = _FULL
+            self._set_full()
         outcomes = [Outcome.STORED if result is True else Outcome.DROPPED for result in results]
         self._count_stored(values, outcomes)
         return outcomes
@@ -281,20 +283,15 @@ class RedisStore(ValueStore):
     # --- the server ---------------------------------------------------------------------------------------------
 
     def _check_memory(self, refusal: StoreUnavailable | None = None) -> bool:
-        """Read limits and use of the servers' memory, and return whether something bounds the tier.
+        """Read the limits of the servers' memory, and return whether something bounds the tier.
 
         `refusal` is why the server refuses writes, if it does.
         """
         infos = [client.info("memory") for client in primaries(self._connected())]
-        has_ttl = self._settings.ttl_s is not None
         limits = [int(info.get("maxmemory", 0)) for info in infos]
         self._max_bytes = sum(limits)
-        is_full = any(
-            0 < limit <= int(info.get("used_memory", 0)) and not _evicts(str(info.get("maxmemory_policy", "")), has_ttl)
-            for limit, info in zip(limits, infos, strict=True)
-        )
-        is_bounded = has_ttl or all(limits)
-        self._problem = _UNBOUNDED if not is_bounded else _FULL if is_full else refusal.text if refusal else None
+        is_bounded = self._settings.ttl_s is not None or all(limits)
+        self._problem = _UNBOUNDED if not is_bounded else refusal.text if refusal else None
         self._evicts_epoch = any(info.get("maxmemory_policy") == "allkeys-random" for info in infos)
         return is_bounded
 
@@ -304,12 +301,6 @@ _EVICTS_EPOCH = (
     "the server's maxmemory-policy=allkeys-random evicts the epoch of the namespace too, and with it all blocks; set "
     "allkeys-lru or allkeys-lfu"
 )
-_FULL = "the server is full and evicts nothing; raise maxmemory, or set an allkeys maxmemory-policy"
-
-
-def _evicts(policy: str, has_ttl: bool) -> bool:
-    """Return whether a server with this policy makes room by evicting blocks of the tier."""
-    return policy.startswith("allkeys") or (policy.startswith("volatile") and has_ttl)
 
 
 def _raise_first(results: Sequence[Any]) -> None:
