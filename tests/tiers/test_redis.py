@@ -10,10 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import redis
 
 from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.block_store import MISS, Outcome, TierContext, TierRefused
 from kvferry.app.tiers.redis import RedisTier
+from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import RequestFilter
 from tests.harness.debian import installed
@@ -185,6 +187,17 @@ def test_ttl_limits_the_age_of_every_value(tmp_path: Path) -> None:
         assert len(ages) == 4
         assert all(0 < age <= 1000 for age in ages)
         assert rig.counts().max_bytes == 0
+
+
+def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
+    data = memoryview(bytes(range(256)) * 100)
+    value = (b"head", data, b"", data[:5], b"tail")
+    connection = redis.Connection()
+    expected = connection.pack_commands([("SET", b"a name", b"".join(value), "PX", 1000), ("GET", "x")])
+    _accept_pieces(connection)
+    chunks = connection.pack_commands([("SET", b"a name", Pieces(value), "PX", 1000), ("GET", "x")])
+    assert b"".join(chunks) == b"".join(expected)
+    assert any(chunk is data for chunk in chunks)
 
 
 # --- servers --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kvferry.app.tiers.redis.connection import (
     CLIENT_ERRORS,
     Client,
     Command,
+    Pieces,
     connect,
     disconnect_idle,
     primaries,
@@ -98,9 +99,8 @@ class RedisStore(ValueStore):
         epoch = self._epoch.latest
         names = self._names(epoch, keys)
         expiry = () if self._settings.ttl_s is None else ("PX", int(self._settings.ttl_s * 1000))
-        values = self._encode(epoch, keys, data, origins)
-        commands = [("SET", name, b"".join(value), *expiry) for name, value in zip(names, values, strict=True)]
-        results, ended = self._run(commands)
+        values = [Pieces(value) for value in self._encode(epoch, keys, data, origins)]
+        results, ended = self._run([("SET", name, value, *expiry) for name, value in zip(names, values, strict=True)])
         if ended != epoch:
             self._unlink(names)
             return [Outcome.DROPPED] * len(keys)
