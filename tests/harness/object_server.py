@@ -7,7 +7,6 @@ import http.client
 import ssl
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -226,16 +225,6 @@ def object_proxy(server: ObjectServer, tls: ssl.SSLContext | None = None) -> Ite
 def refuses(call: Call, ask: Callable[[], Answer]) -> Answer:
     """A fault: every connection breaks."""
     raise Broken
-
-
-def slow_by(seconds: float) -> Fault:
-    """A fault: every answer comes late."""
-
-    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
-        time.sleep(seconds)
-        return ask()
-
-    return fault
 
 
 def has_no_space(call: Call, ask: Callable[[], Answer]) -> Answer:

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.app.tiers.block_store import TierRefused
 from tests.harness.mooncake_server import SOON_LOST_S, mooncake_rig, mooncake_store
-from tests.harness.server_process import free_port, paused, stopped
+from tests.harness.server_process import paused, stopped
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, keys_of
 from tests.harness.waiting import wait_until
@@ -74,12 +74,6 @@ def test_master_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
             assert rig.store(KEYS) == [False] * 4
             master.start()
             wait_until(lambda: not rig.health() and rig.serves(KEYS), "serves", WAIT_S)
-
-
-def test_wrong_address_leaves_the_tier_unused() -> None:
-    with closing(mooncake_rig(f"127.0.0.1:{free_port()}", is_up=False, **SHORT)) as rig:
-        rig.wait_for_reason("the master cannot be reached; no block is kept or found")
-        assert rig.store(KEYS) == rig.load(KEYS) == [False] * 4
 
 
 def test_device_that_does_not_exist_refuses_start(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import ssl
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -39,7 +38,6 @@ from tests.harness.object_server import (
     object_server,
     refuses,
     shared_object_server,
-    slow_by,
 )
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import LARGE, keys_of, length_of
@@ -88,17 +86,6 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
             rig.close()
 
 
-def holding_writes(event: threading.Event) -> Fault:
-    """A fault: blocks are not written before the event."""
-
-    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
-        if call.method == "PUT" and "/b/" in call.path:
-            event.wait(WAIT_S)
-        return ask()
-
-    return fault
-
-
 def wait_until_serves(rig: Rig, keys: list[Key]) -> None:
     """A block that did not verify cannot be stored before it has been removed."""
     wait_until(lambda: rig.serves(keys), "serves", WAIT_S)
@@ -142,43 +129,6 @@ def test_calls_make_as_many_requests_as_documented(engines: Engines) -> None:
 
 
 @pytest.mark.long
-def test_server_whose_epoch_is_unreadable_serves_no_earlier_block(
-    engines: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = keys_of(range(3))
-    rig = engines()
-    rig.store(keys)
-    engines.server.write(engines.epoch, b"\xff{")
-    assert rig.load(keys) == [False] * 3
-    assert rig.serves(keys)
-    assert "starts empty: the server has" in caplog.text
-
-
-@pytest.mark.long
-def test_lost_epoch_that_cannot_be_replaced_at_once_is_not_forgotten(engines: Engines) -> None:
-    keys = keys_of(range(3))
-    rig = engines(**SHORT)
-    wait_until_serves(rig, keys)
-    before = engines.server.read(engines.epoch)
-    rig.reset()
-    refused: list[int] = []
-
-    def refuse_once(call: Call, ask: Callable[[], Answer]) -> Answer:
-        if call.method == "PUT" and call.path.endswith("/epoch") and not refused:
-            refused.append(1)
-            return error_of(503, "SlowDown")(call, ask)
-        return ask()
-
-    engines.server.write(engines.epoch, before)
-    with engines.proxy.faulty(refuse_once):
-        rig.find(keys)
-        assert refused
-        # Another engine would serve what was reset: the earlier epoch has to be replaced.
-        assert rig.find(keys) == [False] * 3
-    assert engines.server.read(engines.epoch) != before
-
-
-@pytest.mark.long
 def test_reset_holds_whose_epoch_vanishes_before_it_is_written(
     engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,65 +154,6 @@ def test_reset_holds_whose_epoch_vanishes_before_it_is_written(
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_block_dropped_before_a_reset_is_noticed_is_removed(engines: Engines) -> None:
-    keys = keys_of(range(2))
-    first, second = engines(), engines()
-    first.store(keys)
-    second.reset()
-    second.store(keys)
-    number = first.drop(keys[:1])
-    wait_until(lambda: first.has(number), "the drop", WAIT_S)
-    assert second.load(keys) == [False, True]
-
-
-@pytest.mark.long
-def test_block_dropped_while_it_is_stored_is_not_found(engines: Engines) -> None:
-    rig = engines()
-    keys = keys_of(range(4))
-    held = threading.Event()
-    with engines.proxy.faulty(holding_writes(held)):
-        number = rig.submit_store(keys)
-        wait_until(lambda: engines.requests_of("PUT", "/b/") >= 4, "writes are under way", WAIT_S)
-        rig.tier.drop(next(rig.numbers), [keys[1]])
-        held.set()
-        assert list(rig.wait(number).ok) == [True, False, True, True]
-    assert rig.find(keys) == [True, False, True, True]
-    wait_until(lambda: len(engines.names()) == 3, "removed", WAIT_S)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("is_dropped_first", [True, False])
-def test_block_removed_while_it_is_read_is_not_served(engines: Engines, is_dropped_first: bool) -> None:
-    rig = engines()
-    keys = keys_of(range(2))
-    assert rig.store(keys) == [True] * 2
-    read, removable = threading.Event(), threading.Event()
-    num_read: list[str] = []
-
-    def fault(call: Call, ask: Callable[[], Answer]) -> Answer:
-        """Blocks are not removed before one event, and what was read of them does not arrive before the other."""
-        if call.method == "POST":
-            removable.wait(WAIT_S)
-        answer = ask()
-        if call.method in ("GET", "HEAD") and "/b/" in call.path:
-            num_read.append(call.path)
-            read.wait(WAIT_S)
-        return answer
-
-    with engines.proxy.faulty(fault):
-        drop = rig.drop(keys[:1]) if is_dropped_first else -1
-        reads = rig.submit_load(keys), next(rig.numbers)
-        rig.tier.look_up(reads[1], keys)
-        wait_until(lambda: len(num_read) == 4, "both blocks were read twice", WAIT_S)
-        drop = drop if is_dropped_first else rig.drop(keys[:1])
-        removable.set()
-        wait_until(lambda: rig.has(drop), "the removal", WAIT_S)
-        assert len(engines.names()) == 1
-        read.set()
-        assert [rig.wait(number).ok.tolist() for number in reads] == [[False, True]] * 2
 
 
 @pytest.mark.long
@@ -293,21 +184,6 @@ def test_event_loop_goes_on_after_its_thread_died(caplog: pytest.LogCaptureFixtu
         num_failed = rig.tier._breaker._num_failed
         wait_until(lambda: rig.tier._breaker._num_failed > num_failed, "its store is probed", WAIT_S)
     assert "thread died and is started again: kvferry-tier-object-io" in caplog.text
-
-
-@pytest.mark.long
-def test_server_that_is_slow_by_five_seconds_delays_no_job_beyond_its_limit(engines: Engines) -> None:
-    rig = engines(**SHORT)
-    keys = keys_of(range(4))
-    wait_until_serves(rig, keys)
-    with engines.proxy.faulty(slow_by(5)):
-        assert rig.load(keys) == [False] * 4
-        for _ in range(5):
-            rig.find(keys)
-        rig.wait_for_reason("the server did not answer in time; no block is kept or found")
-        assert rig.find(keys) == [False] * 4
-    rig.wait_healthy()
-    wait_until(lambda: rig.load(keys) == [True] * 4, "served again", WAIT_S)
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from tests.harness.tier_rig import WAIT_S, Rig
 from tests.harness.tier_slots import ORIGIN, keys_of
 from tests.harness.waiting import wait_until
 from tests.tiers.test_files import Reopen, file_of, files_of
-from tests.tiers.test_trouble import run_script
 
-NOBODY = 65534
 OLD_EPOCH = Path("blocks", f"1-{'0' * 16}")
 """Folder of blocks of an epoch that has ended."""
 
@@ -171,58 +168,6 @@ def test_old_epoch_that_cannot_be_deleted_does_not_stop_a_start(reopen: Reopen, 
         again = reopen()
         assert again.load(keys_of([1])) == [True]
         check_tier_is_well(again, 10)
-
-
-_UNREADABLE = """
-import os, sys
-from pathlib import Path
-from kvferry.core.keys import RequestFilter
-from tests.harness.tier_rig import file_rig
-from tests.harness.tier_slots import ORIGIN, key_of, keys_of
-if os.geteuid() == 0:
-    # Whatever is imported late is imported now: another user may not read it.
-    warm = file_rig(Path(sys.argv[1] + "-warm"))
-    warm.store(keys_of([1]))
-    warm.load(keys_of([1]))
-    warm.close()
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-path = Path(sys.argv[1])
-rig = file_rig(path)
-numbers = [number + (number << 116) for number in range(3)]
-rig.store(keys_of(numbers))
-files = {number: next(path.rglob(key_of(number).hex())) for number in numbers}
-rig.close()
-shard = files[numbers[1]].parent
-shard.chmod(0)
-files[numbers[2]].chmod(0)
-rig = file_rig(path)
-assert rig.find(keys_of(numbers)) == [True, False, True]
-assert rig.load(keys_of(numbers)) == [True, False, False]
-assert rig.store(keys_of(numbers[1:2])) == [False]
-assert not rig.health(), rig.health()
-assert rig.store(keys_of([10])) == [True] == rig.load(keys_of([10]))
-rig.reset(RequestFilter(tenant=ORIGIN.tenant))
-shard.exists() and shard.chmod(0o700)
-rig.close()
-rig = file_rig(path)
-assert rig.find(keys_of([*numbers, 10])) == [False] * 4
-assert not rig.health()
-rig.close()
-print("good")
-"""
-
-
-def test_entries_that_cannot_be_read_cost_their_blocks_only() -> None:
-    """In a process without root's rights, to which permissions mean nothing."""
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-tier-"))
-    try:
-        if os.geteuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
-        run_script(_UNREADABLE, folder / "tier")
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

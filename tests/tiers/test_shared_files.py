@@ -22,7 +22,7 @@ from kvferry.app.tiers.fs.epoch_file import EpochFile
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.shared_epoch import Epoch, SharedEpoch
 from tests.harness.commands import running_script
-from tests.harness.mounts import mounted, tmpfs, unwritable
+from tests.harness.mounts import mounted, tmpfs
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import LARGE, SLOT_BYTES, key_of, keys_of
 from tests.harness.waiting import wait_until
@@ -107,20 +107,6 @@ def test_files_that_vanish_after_the_look_up_are_misses(engine_of: EngineOf, pat
     assert other.load(keys) == [False] * 8
     assert rig.store(keys) == [True] * 8
     assert not other.health()
-
-
-def test_file_that_cannot_be_deleted_keeps_its_block_dropped(engine_of: EngineOf, path: Path) -> None:
-    rig = engine_of()
-    rig.store(keys_of([3]))
-    (file,) = files_of(path)
-    with unwritable(file):
-        number = rig.drop(keys_of([3]))
-        maintain(rig, 2)
-        assert not rig.has(number)
-        assert rig.find(keys_of([3])) == rig.load(keys_of([3])) == [False]
-    until(lambda: rig.has(number), "the drop", rig)
-    assert file not in files_of(path)
-    assert rig.serves(keys_of([3]))
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EUCLEAN])
@@ -390,21 +376,6 @@ def test_folder_whose_files_cannot_be_locked_is_refused(path: Path, monkeypatch:
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(TierRefused, match="cannot be used: No locks available"):
         file_rig(path, shared=True)
-
-
-def test_blocks_in_use_outlive_older_ones(engine_of: EngineOf, path: Path) -> None:
-    rig = engine_of(max_bytes=6_000_000)
-    keys = keys_of(LARGE[:24])
-    rig.store(keys[:6])
-    for number, file in enumerate(sorted(files_of(path), key=lambda file: keys.index(bytes.fromhex(file.name)))):
-        os.utime(file, (1000 + number, 1000 + number))
-    assert rig.load(keys[:1]) == [True]
-    for key in keys[6:13]:
-        assert rig.store([key]) == [True]
-    in_use, *others = rig.find(keys[:6])
-    assert in_use
-    assert not others[0]
-    assert others == sorted(others), "the least recently used is evicted first"
 
 
 def test_eviction_in_several_passes_deletes_the_oldest(engine_of: EngineOf, path: Path) -> None:

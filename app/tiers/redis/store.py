@@ -215,13 +215,9 @@ class RedisStore(ValueStore):
         return results, self._epoch.confirm(self._epoch_of(read), self)
 
     def _epoch_of(self, result: Any) -> bytes:
-        """Return the name of the epoch that the server has; raise `StoreUnavailable` for an exception."""
+        """Return the name of the epoch that the server has, empty for none, and for a key that holds no string."""
         if _is_wrong_type(result):
-            raise StoreUnavailable(
-                f"the key {self._epoch_key.decode()} is not the string with the epoch of the namespace; remove it, or "
-                "choose another prefix",
-                is_transient=False,
-            )
+            return b""
         _raise_first([result])
         return bytes(result or b"")
 
