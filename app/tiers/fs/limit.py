@@ -103,9 +103,12 @@ class FolderLimit:
         if not self.is_known:
             return False
         self._reserve(num_bytes)
-        has_space = self._excess_bytes() <= 0 or self._evict(0, lambda: False)
-        if not has_space:
-            self._reserve(-num_bytes)
+        has_space = False
+        try:
+            has_space = self._excess_bytes() <= 0 or self._evict(0, lambda: False)
+        finally:
+            if not has_space:
+                self._reserve(-num_bytes)
         return has_space
 
     def release(self, epoch: Epoch, num_bytes: int, *, is_stored: bool) -> None:
@@ -144,6 +147,8 @@ class FolderLimit:
         if self._keeper is not None and self._needs_pass():
             with self._evicting:
                 self._measure(stop)
+            if self._folder.is_shared:
+                self._folder.sweep(_UNFINISHED_S)
         self._measure_disk()
         if self._keeper is None:
             return
@@ -154,7 +159,8 @@ class FolderLimit:
 
     def close(self) -> None:
         """Leave measuring and evicting to the next engine."""
-        keeper, self._keeper = self._keeper, None
+        with self._lock:
+            keeper, self._keeper = self._keeper, None
         if keeper is not None:
             os.close(keeper)
 
@@ -230,8 +236,6 @@ class FolderLimit:
             self._log_size()
         self._last_pass_s = time.monotonic()
         self._pass_took_s = self._last_pass_s - began_s
-        if self._folder.is_shared:
-            self._folder.sweep(_UNFINISHED_S)
 
     def _evict(self, spare_bytes: int, stop: Callable[[], bool]) -> bool:
         """Delete files until so much of the limit is free; return False if this engine may not, or has too few."""

@@ -122,14 +122,17 @@ class FileStore:
 
     def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
-        epoch = self._read_epoch()
         try:
+            self._folder.check()
             self._folder.keep_lock()
+            names = [name for name in self._folder.names(self._home) if Epoch(name.encode(errors="replace")).number]
+            # Read after the names: all that are of another epoch are of an earlier one.
+            epoch = self._read_epoch().name.decode()
+            for name in names:
+                if name != epoch:
+                    self._delete_epoch(name, stop)
             if self._problem is not None:
                 self._check_writable()
-            for name in self._folder.names(self._home):
-                if Epoch(name.encode(errors="replace")).number and name != epoch.name.decode():
-                    self._delete_epoch(name, stop)
             self._limit.maintain(stop)
         except OSError as error:
             raise self._unavailable(error) from None
@@ -155,18 +158,20 @@ class FileStore:
             return Outcome.PRESENT
         pieces = encode(self._namespace + epoch.name, key, data, origin)
         num_bytes = self._folder.size_on_disk(sum(map(len, pieces)))
-        if self._problem is not None or not self._limit.reserve(num_bytes):
-            return Outcome.DROPPED
-        outcome = Outcome.FAILED
+        outcome = Outcome.DROPPED
         try:
-            self._folder.write(path, pieces)
-            outcome = Outcome.STORED
+            if self._problem is None and self._limit.reserve(num_bytes):
+                outcome = Outcome.FAILED
+                try:
+                    self._folder.write(path, pieces)
+                    outcome = Outcome.STORED
+                finally:
+                    self._limit.release(epoch, num_bytes, is_stored=outcome is Outcome.STORED)
         except OSError as error:
             self._check_writable()
             if self._problem is None:
                 self._note(error)
-        finally:
-            self._limit.release(epoch, num_bytes, is_stored=outcome is Outcome.STORED)
+            return Outcome.FAILED
         return outcome
 
     def _get(self, epoch: Epoch, key: Key, path: str, into: memoryview) -> BlockResult:
