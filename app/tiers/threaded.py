@@ -121,16 +121,10 @@ class ThreadedTier:
         self._maintain_requested = threading.Event()
         self._limited_log = RateLimitedLogger(_log)
         self._threads: list[threading.Thread] = []
-        try:
-            for run in (*(self._serving(worker) for worker in self._queue.workers), self._do_housekeeping):
-                thread = threading.Thread(target=self._run, args=(run,), name=f"kvferry-tier-{self._name}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError:
-            # A limit on threads. `close` would need another one; those that run are idle.
-            self._stop()
-            self._close_store()
-            raise
+        for run in (*(self._serving(worker) for worker in self._queue.workers), self._do_housekeeping):
+            thread = threading.Thread(target=self._run, args=(run,), name=f"kvferry-tier-{self._name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         self._wait_for_probe()
 
     # --- jobs ---------------------------------------------------------------------------------------------------
@@ -218,18 +212,15 @@ class ThreadedTier:
 
         A copy that hangs is waited for: after this the pool may be unmapped.
         """
-        self._stop()
+        self._queue.close()
+        self._stopped.set()
+        self._maintain_requested.set()
         closer = threading.Thread(target=self._close_store, name=f"kvferry-close-{self._name}", daemon=True)
         closer.start()
         closer.join(timeout_s)
         if closer.is_alive():
             num_alive = sum(thread.is_alive() for thread in self._threads)
             _log.warning("tier %s: threads that did not end at shutdown: %d", self._name, num_alive)
-
-    def _stop(self) -> None:
-        self._queue.close()
-        self._stopped.set()
-        self._maintain_requested.set()
 
     def _close_store(self) -> None:
         """Close the store once all threads have ended."""

@@ -497,26 +497,6 @@ def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: Dictionar
     assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("num_started", [0, 1, 3])
-def test_open_when_a_thread_cannot_start_closes_the_store(
-    open_rig: Callable[..., Rig], store: DictionaryStore, monkeypatch: pytest.MonkeyPatch, num_started: int
-) -> None:
-    start, started = threading.Thread.start, list[threading.Thread]()
-
-    def refuse(thread: threading.Thread) -> None:
-        if len(started) == num_started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
-            open_rig()
-    assert store.closed
-    assert not any(thread.is_alive() for thread in started)
-
-
 def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: DictionaryStore) -> None:
     rig.store(keys_of(range(3)))
     assert rig.told == 0

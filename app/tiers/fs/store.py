@@ -230,10 +230,11 @@ class FileStore:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _note(self, error: OSError) -> None:
-        """Log an error of one entry."""
-        self._limited_log.log(
-            logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, error.filename, text_of(error)
-        )
+        """Log an error of one entry, unless that is gone."""
+        if error.errno not in GONE_ERRORS:
+            self._limited_log.log(
+                logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, error.filename, text_of(error)
+            )
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
         if isinstance(error, FolderMoved):

@@ -133,16 +133,6 @@ def primaries(client: Client) -> list[redis.Redis]:
     return [client]
 
 
-def disconnect_idle(client: Client) -> None:
-    """Close the connections that no call uses. Those of calls in progress are closed when the client is freed."""
-    clients: list[Any] = [client]
-    if isinstance(client, RedisCluster):
-        nodes = client.get_nodes()  # type: ignore[no-untyped-call]
-        clients = [node.redis_connection for node in nodes if node.redis_connection is not None]
-    for one in clients:
-        one.connection_pool.disconnect(inuse_connections=False)
-
-
 def run_pipeline(client: Client, commands: Sequence[Command]) -> list[Any]:
     """Run commands, in order for each server, in one round trip. Raises `StoreUnavailable`.
 

@@ -23,7 +23,6 @@ from kvferry.app.tiers.redis.connection import (
     Command,
     Pieces,
     connect,
-    disconnect_idle,
     primaries,
     run_pipeline,
     unavailable,
@@ -171,7 +170,8 @@ class RedisStore(ValueStore):
             # Anew after a failure: a failover may have put other servers at the address or into the cluster.
             previous, self._client = self._client, connect(self._settings)
             if previous is not None:
-                disconnect_idle(previous)
+                # Calls in progress fail, as those before them did.
+                previous.close()
             is_bounded = self._check_memory()
         except CLIENT_ERRORS as error:
             raise unavailable(error) from None
