@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.fs.folder import Folder
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.keys import RequestFilter
 from tests.harness.commands import run_script
@@ -55,6 +56,16 @@ def test_disk_when_full_below_the_limit_evicts_and_says_so(
         assert caplog.text.count("is full at") == 1
         ballast.unlink()
         rig.wait_healthy()
+
+
+def test_quota_below_the_limit_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for this tier and says that it has space."""
+    monkeypatch.setattr(Folder, "free_bytes", lambda folder: 1 << 40)
+    with tmpfs(tmp_path / "disk", 12 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
+        for number in LARGE[:40]:
+            wait_until(lambda number=number: rig.store(keys_of([number])) == [True], "room", WAIT_S)
+        assert rig.counts().evicted > 0
+        assert rig.load(keys_of(LARGE[39:40])) == [True]
 
 
 def test_full_disk_without_blocks_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@
     blocks/<epoch>/<namespace>/<3 hex digits of the key>/<hex of the key>     of a folder that one process uses
     shared/<namespace>/<epoch>/<3 hex digits of the key>/<hex of the key>     of one that engines share
     blocks/epoch, shared/<namespace>/epoch        see `EpochFile`
-    shared/keeper, shared/size                    see `FolderLimit`
+    blocks/ and shared/: keeper, size             see `FolderLimit`
 
 Everything is accessed relative to the folder as it was opened, not by path: when it is moved, deleted or covered by a
 mount, nothing is written elsewhere. Files are not flushed to the medium; checksums find what a power cut damaged.

@@ -135,8 +135,11 @@ class FolderLimit:
 
     # --- housekeeping -------------------------------------------------------------------------------------------
 
-    def maintain(self, stop: Callable[[], bool]) -> None:
-        """Measure, evict and publish, or read what was published. Raises `OSError`, `Interrupted`."""
+    def maintain(self, stop: Callable[[], bool], *, has_space: bool = True) -> None:
+        """Measure, evict and publish, or read what was published. Raises `OSError`, `Interrupted`.
+
+        `has_space` is False if a write found no space, also by a quota.
+        """
         if self._keeper is None:
             # Another engine has the lock, or nothing can be written.
             with suppress(OSError):
@@ -149,7 +152,7 @@ class FolderLimit:
                 self._measure(stop)
             if self._folder.is_shared:
                 self._folder.sweep(_UNFINISHED_S)
-        self._measure_disk()
+        self._measure_disk(self._folder.free_bytes() if has_space else 0)
         if self._keeper is None:
             return
         self._evict(self._limit_bytes // _SHARED_RESERVE if self._folder.is_shared else 0, stop)
@@ -164,9 +167,9 @@ class FolderLimit:
         if keeper is not None:
             os.close(keeper)
 
-    def _measure_disk(self) -> None:
+    def _measure_disk(self, free_bytes: int) -> None:
         """Lower the limit on a full disk: to what the files of the tier take, less what is kept free."""
-        free_bytes, kept_bytes = self._folder.free_bytes(), _KEPT_FREE * self._largest_bytes
+        kept_bytes = _KEPT_FREE * self._largest_bytes
         self._limit_bytes = min(self.max_bytes, self._held_bytes() + free_bytes - kept_bytes)
         was_full = self._is_full
         self._is_full = free_bytes < (_ROOMY * self._largest_bytes if was_full else kept_bytes)

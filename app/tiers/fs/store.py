@@ -48,6 +48,8 @@ class FileStore:
         self._largest_bytes = context.slot_bytes + OVERHEAD_BYTES
         self._problem: str | None = None
         """Why nothing is stored."""
+        self._has_space = True
+        """Whether the problem is not a full disk or a quota."""
         self._limited_log = RateLimitedLogger(_log)
         self._epoch = SharedEpoch(self._name, lambda: None, "the folder")
         self._epoch_file = EpochFile(folder, self._home)
@@ -60,7 +62,7 @@ class FileStore:
         except OSError as error:
             if not is_no_space(error):
                 raise
-            self._problem = text_of(error)
+            self._problem, self._has_space = text_of(error), False
 
     def health(self) -> Sequence[str]:
         """See `BlockStore`."""
@@ -133,7 +135,7 @@ class FileStore:
                     self._delete_epoch(name, stop)
             if self._problem is not None:
                 self._check_writable()
-            self._limit.maintain(stop)
+            self._limit.maintain(stop, has_space=self._has_space)
         except OSError as error:
             raise self._unavailable(error) from None
 
@@ -251,9 +253,9 @@ class FileStore:
         earlier, path = self._problem, self._folder.path
         try:
             self._probe_folder()
-            self._problem = None
+            self._problem, self._has_space = None, True
         except OSError as error:
-            self._problem = text_of(error)
+            self._problem, self._has_space = text_of(error), not is_no_space(error)
             if earlier is None:
                 self._limited_log.log(logging.ERROR, "full", "tier %s: %s: %s", self._name, path, self._problem)
         if earlier is not None and self._problem is None:
