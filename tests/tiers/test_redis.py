@@ -179,32 +179,6 @@ def test_value_in_pieces_is_sent_as_one_and_not_copied() -> None:
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_server_that_is_slow_by_5_s_delays_only_jobs(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server, closing(redis_rig(server, io_timeout_s=30, timeout_s=WAIT_S)) as rig:
-        keys, new = keys_of(range(4)), keys_of(range(10, 14))
-        assert rig.serves(keys)
-        server.client.client_pause(5000)
-        numbers = [next(rig.numbers), rig.submit_load(keys), rig.submit_store(new, first_slot=8)]
-        rig.tier.look_up(numbers[0], keys)
-        assert not any(map(rig.has, numbers))
-        for number in numbers:
-            assert rig.wait(number).ok.tolist() == [True] * 4
-        assert not rig.health()
-        assert rig.load(keys + new) == [True] * 8
-
-
-def test_server_down_at_start_is_used_once_it_is_up(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server:
-        server.kill()
-        with closing(redis_rig(server, **SHORT)) as rig:
-            rig.wait_for_reason("the server cannot be reached")
-            assert rig.store(keys_of([1])) == [False]
-            server.start()
-            rig.wait_healthy()
-            assert rig.serves(keys_of([1]))
-
-
 def test_full_server_that_evicts_nothing_degrades_and_serves(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path, maxmemory="12mb", policy="noeviction") as server,
