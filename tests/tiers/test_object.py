@@ -179,7 +179,7 @@ def test_event_loop_goes_on_after_its_thread_died(caplog: pytest.LogCaptureFixtu
     with closing(object_rig(free_address(), is_up=False, **SHORT)) as rig:
         rig.wait_for_reason("the server cannot be reached")
         # Its next call is that of the housekeeping.
-        rig.tier._store._loop._loop.call_soon_threadsafe(sys.exit)
+        rig.tier._store._bucket._loop.call_soon_threadsafe(sys.exit)
         rig.wait_for_reason("the thread kvferry-tier-object-io died")
         num_failed = rig.tier._breaker._num_failed
         wait_until(lambda: rig.tier._breaker._num_failed > num_failed, "its store is probed", WAIT_S)
