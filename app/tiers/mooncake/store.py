@@ -10,7 +10,6 @@ access to one, and discards its results if it has changed. See docs/tier-guarant
 from __future__ import annotations
 
 import ctypes
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -38,7 +37,6 @@ BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 32
 _SWEEPS_S = (0.0, 2.0, 15.0)
 """Seconds after a reset at which earlier blocks are removed: again when leases of the time before have ended."""
-_TEST = b"kvferry"
 _PACKAGES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 """Libraries of the system that the client is linked with, and the Debian packages that contain them."""
 
@@ -84,10 +82,9 @@ class MooncakeStore(ValueStore):
     # --- calls of the client ------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """See `ValueStore`."""
+        """See `ValueStore`. The epoch, like a block, is moved from a host, and stored first if there is none."""
         self._client.start()
         with self._client.lane() as lane:
-            self._test(lane)
             self._read_epoch(lane)
 
     def find_many(self, keys: Sequence[Key]) -> Sequence[bool]:
@@ -182,18 +179,6 @@ class MooncakeStore(ValueStore):
     def _names(self, epoch: Epoch, keys: Sequence[Key]) -> list[str]:
         prefix = f"{self._folder}/b/{epoch.name.decode()}/"
         return [prefix + key.hex() for key in keys]
-
-    def _test(self, lane: Lane) -> None:
-        """Store and load an object. Raises `StoreUnavailable`."""
-        name = f"{self._folder}/test/{secrets.token_hex(8)}"
-        lane.view[: len(_TEST)] = _TEST
-        (code,) = lane.put([name], [(0, len(_TEST))], 1, pinned=False)
-        if code == NO_SPACE:
-            # Blocks can be loaded all the same.
-            self._set_full()
-            return
-        lane.get([name], [(0, len(_TEST))])
-        lane.remove([name])
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
