@@ -39,8 +39,10 @@ _CANDIDATE_SHARE = 16
 _SHARED_RESERVE = 20
 """In a folder that engines share, this part of the limit is kept free, so that they need not wait for evictions."""
 _WAIT_S = 1.0
-_KEPT_FREE, _ROOMY = 2, 8
-"""A disk on which so many blocks have room is full; one on which so many have is full no more."""
+_KEPT_BLOCKS = 2
+"""Space for so many blocks is kept free on the disk, which is full if there is less."""
+_ROOMY_BLOCKS = 8
+"""Once there is space for so many blocks, a disk is not full any more."""
 _MAX_SIZE_BYTES = 1 << 20
 
 Sizes = dict[str, tuple[int, int]]
@@ -169,10 +171,10 @@ class FolderLimit:
 
     def _measure_disk(self, free_bytes: int) -> None:
         """Lower the limit on a full disk: to what the files of the tier take, less what is kept free."""
-        kept_bytes = _KEPT_FREE * self._largest_bytes
+        kept_bytes = _KEPT_BLOCKS * self._largest_bytes
         self._limit_bytes = min(self.max_bytes, self._held_bytes() + free_bytes - kept_bytes)
         was_full = self._is_full
-        self._is_full = free_bytes < (_ROOMY * self._largest_bytes if was_full else kept_bytes)
+        self._is_full = free_bytes < (_ROOMY_BLOCKS * self._largest_bytes if was_full else kept_bytes)
         if self._is_full and not was_full:
             self._limited_log.log(logging.WARNING, "full", "tier %s: %s", self._name, self._full_disk())
 
