@@ -261,9 +261,9 @@ class DigestCache:
 
     def digest(self, path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
         """Return the hex SHA-256 of a file's content, which is read unless it is cached. Raises `FileUnknown`."""
-        # A link is cached under its target: links of several hub snapshots share one file.
-        real = os.path.realpath(path)
         with opened(path) as (fd, found):
+            # A link is cached under its target: links of several hub snapshots share one file.
+            real = os.path.realpath(path)
             cached = self._cached(real, found)
             if cached is not None:
                 return cached

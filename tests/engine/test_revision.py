@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -231,6 +232,22 @@ def test_revision_when_files_change_while_loading_is_of_this_start(
             link.symlink_to(write_weights(tmp_path / "b"))
         assert revision_of(str(link), content, None, "7") == "start-7"
     assert "weights unknown, " in caplog.text
+
+
+def test_digest_of_a_link_that_vanishes_while_it_is_followed_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_weights(tmp_path / "a")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(folder / "model.safetensors")
+
+    def vanish(path: str) -> str:
+        link.unlink()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "readlink", vanish)
+    with pytest.raises(FileUnknown, match=r"model\.safetensors cannot be read: No such file"):
+        UNCACHED.digest(link)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder that loops"])
