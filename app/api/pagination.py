@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from pydantic_core import to_json
 
 from kvferry.app.store import JsonPage
@@ -34,13 +34,6 @@ class PageQuery(BaseModel):
     """Page of a list with filters."""
 
     limit: Limit = DEFAULT_LIMIT
-
-
-class UnreadableRow(BaseModel):
-    """A row of the database that was changed by hand to values that are none of its columns'."""
-
-    id: int = Field(description="of the row in its table")
-    unreadable: list[str] = Field(description="the fields that cannot be read", examples=[["time"]])
 
 
 def cut_page(items: Sequence[T], limit: int, cursor: str | None) -> tuple[Sequence[T], str | None]:

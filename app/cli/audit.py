@@ -21,8 +21,7 @@ def _print(answer: Mapping[str, Any]) -> None:
             "database did not accept them: search it for `audit record not in the database`"
         )
     for item in answer["items"]:
-        if "unreadable" not in item:
-            item["path"] = item["path"].removeprefix(ADMIN)
+        item["path"] = item["path"].removeprefix(ADMIN)
     show_answer(answer, *COLUMNS, spare=("status",), empty="no calls in the database")
 
 

@@ -48,13 +48,9 @@ def show_answer(answer: Json, *columns: str, spare: Sequence[str] = (), empty: s
         return
     rest = {} if columns else {field: value for field, value in answer.items() if field not in (name, "next_cursor")}
     _print_listing(rest)
-    # Rows of the database that were changed by hand to values that cannot be read.
-    for item in (item for item in items if "unreadable" in item):
-        note(f"row {item['id']} is unreadable: {words(item['unreadable'])}")
-    readable = [item for item in items if "unreadable" not in item]
-    if readable:
-        show_items(readable, *columns, spare=spare)
-    elif not items:
+    if items:
+        show_items(items, *columns, spare=spare)
+    else:
         note(empty)
     if answer.get("next_cursor") is not None:
         note(f"there are more: raise the limit, or continue with cursor {words(answer['next_cursor'])}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
@@ -24,6 +24,8 @@ from kvferry.app.store import MetadataStore
 from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -117,24 +119,24 @@ class PolicyStore:
 
 
 def _override(record: Row[Any]) -> Override | None:
-    # SQLite accepts any type in a numeric column.
-    if not isinstance(record.expires_at, (int, float)):
-        _log.warning("stored record not valid, skipped: override of request %r: expires_at", record.request)
-        return None
-    try:
-        return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_at)
-    except ValidationError as error:
-        _log.warning("stored record not valid, skipped: override of request %r: %s", record.request, _fields(error))
-        return None
+    def read() -> Override:
+        patch = PolicyBody.model_validate(record.policy).patch()
+        return Override(record.request, patch, float(record.expires_at))
+
+    return _checked(f"override of request {record.request!r}", read)
 
 
 def _rule(stored: Mapping[str, Any]) -> Rule | None:
+    return _checked(f"rule {stored['name']!r}", lambda: NamedRuleBody.model_validate(stored).to_core(stored["name"]))
+
+
+def _checked(what: str, read: Callable[[], T]) -> T | None:
+    """Return what a row holds; None, and log that, for one that kvferry did not write."""
     try:
-        return NamedRuleBody.model_validate(stored).to_core(stored["name"])
-    except ValidationError as error:
-        _log.warning("stored record not valid, skipped: rule %r: %s", stored["name"], _fields(error))
+        return read()
+    except (TypeError, ValueError) as error:
+        reason: object = error
+        if isinstance(error, ValidationError):
+            reason = ", ".join(one.field for one in field_errors(error.errors(include_input=False), skip=0))
+        _log.warning("stored record not valid, skipped: %s: %s", what, reason)
         return None
-
-
-def _fields(error: ValidationError) -> str:
-    return ", ".join(found.field for found in field_errors(error.errors(include_input=False), skip=0))

@@ -12,11 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from pydantic import TypeAdapter
+
 from kvferry.app.store import DatabaseUnavailable, MetadataStore, StoredReset
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.scheduler.resets import Resets, TierReset
 
 _log = logging.getLogger(__name__)
+
+_GLOBS = TypeAdapter(dict[str, str | None])
 
 
 class TierResets:
@@ -116,14 +120,7 @@ def _to_core(stored: StoredReset) -> tuple[RequestFilter | None, Key | None]:
     """Return origins and key of a stored reset; one that cannot be read is a reset of all blocks."""
     try:
         key = None if stored.key is None else bytes.fromhex(stored.key)
-        match = None if stored.match is None else _filter(stored.match)
+        match = None if stored.match is None else RequestFilter(**_GLOBS.validate_python(stored.match))
     except (TypeError, ValueError):
         return None, None
     return match, key
-
-
-def _filter(match: object) -> RequestFilter:
-    # Whatever another program wrote.
-    if not isinstance(match, dict) or any(value is not None and not isinstance(value, str) for value in match.values()):
-        raise TypeError("globs are texts")
-    return RequestFilter(**match)

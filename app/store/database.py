@@ -58,8 +58,6 @@ _log = logging.getLogger(__name__)
 
 MAX_TEXT_CHARS = 512
 """Length of the longest text that is written to a row; see `clean`."""
-NOT_JSON = "unreadable_chars"
-"""The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
 _SQLITE = "sqlite:///"
 _POSTGRESQL = "postgresql+psycopg"
@@ -207,19 +205,17 @@ def time_on_host(connection: Connection, now_s: float) -> float:
 
 
 def _read_json(text: str | bytes) -> Any:
-    """Return the value of a JSON column, in which SQLite accepts any text; invalid text does not fail the query."""
+    """Return the value of a JSON column, None for text that is not JSON, which SQLite accepts."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return {NOT_JSON: len(text)}
+        return None
 
 
 def _set_pragmas(connection: sqlite3.Connection, read_only: bool) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
     if read_only:
         connection.execute("PRAGMA query_only=ON")
-        # Text that is not UTF-8 must not fail the query.
-        connection.text_factory = lambda content: content.decode("utf-8", "replace")
         return
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")

@@ -31,8 +31,6 @@ BATCH_ROWS = 2000
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Upper bounds of the buckets of ages at eviction; one more bucket is unbounded."""
 SPAN_S = 300.0
-END_S = 253_402_300_799.0
-"""The last second that RFC 3339 can express."""
 
 _SumKey = tuple[int, str, int]
 _MERGED_SUMS: dict[str, Merge] = {
@@ -349,8 +347,7 @@ def in_window(column: Any, since_s: float | None, until_s: float | None) -> list
 
 def _oldest_s(connection: Connection, engine: str) -> float | None:
     # Not every database reads a filtered `min` from the index.
-    # Rows changed by hand may have any time.
-    first = select(EVICTIONS.c.time).where(EVICTIONS.c.engine == engine, EVICTIONS.c.time.between(0, END_S))
+    first = select(EVICTIONS.c.time).where(EVICTIONS.c.engine == engine)
     return connection.scalar(first.order_by(EVICTIONS.c.time, EVICTIONS.c.id).limit(1))
 
 
@@ -366,8 +363,7 @@ def _sum_of_rows(*conditions: ColumnElement[bool]) -> Select[Any]:
         "age_max": func.max(row.age_s),
     }
     bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
-    # Of rows changed by hand, only those with an age are counted: in the order of SQLite text and bytes are above it.
-    return _grouped(row.reason, bucket, sums, [*conditions, row.age_s.between(0, END_S)])
+    return _grouped(row.reason, bucket, sums, conditions)
 
 
 def _sum_of_sums(*conditions: ColumnElement[bool]) -> Select[Any]:
@@ -393,8 +389,6 @@ def _add_up(groups: Sequence[Row[Any]], num_resets: int, reset_blocks: int) -> E
     by_reason: dict[str, int] = {}
     regretted: dict[str, int] = {}
     ages = [0] * (len(AGE_BOUNDS_S) + 1)
-    # SQLite accepts bytes as a reason.
-    groups = [group for group in groups if isinstance(group.reason, str)]
     for group in groups:
         # A database may return a sum of integers as a decimal.
         number = int(group.number)

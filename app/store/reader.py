@@ -16,7 +16,6 @@ from sqlalchemy import (
     JSON,
     Column,
     ColumnElement,
-    Double,
     Row,
     Select,
     Table,
@@ -28,7 +27,7 @@ from sqlalchemy import (
 )
 
 from kvferry.app.store.database import Database, clean
-from kvferry.app.store.history import END_S, EvictionSummary, in_window, summarize
+from kvferry.app.store.history import EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import StoredReset
 from kvferry.app.store.schema import (
     AUDIT,
@@ -65,14 +64,8 @@ class JsonPage:
     next_cursor: str | None
 
 
-(_NO_TIME_S,) = struct.unpack(">d", bytes.fromhex("6f" + "ff" * 7))
-"""Time in the cursors behind rows whose time is no instant, which are found by their numbers."""
-
-
-def _encode_cursor(kind: str, time_s: object, number: int) -> str:
+def _encode_cursor(kind: str, time_s: float, number: int) -> str:
     """Return the cursor behind an item; `kvferry.app.api.pagination` has the pattern of such texts."""
-    if not isinstance(time_s, (int, float)) or not 0 <= time_s < _NO_TIME_S:
-        time_s = _NO_TIME_S
     return f"{kind}_x{struct.pack('>d', time_s).hex()}_{number}"
 
 
@@ -116,12 +109,7 @@ def audit_statement(engine: str, cursor: str | None) -> Select[Any]:
 def _newest_first(table: Table, conditions: list[ColumnElement[bool]], cursor: str | None = None) -> Select[Any]:
     statement = select(table).where(*conditions)
     if cursor is not None:
-        time_s, number = _decode_cursor(cursor)
-        time: Any = time_s
-        if time_s == _NO_TIME_S:
-            row = table.alias()
-            time = func.coalesce(select(row.c.time).where(row.c.id == number).scalar_subquery(), time_s)
-        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(time, number))
+        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(*_decode_cursor(cursor)))
     return statement.order_by(table.c.time.desc(), table.c.id.desc())
 
 
@@ -133,28 +121,19 @@ _TIMES = ("time", "regretted_at")
 # Once a kind of database, since building it takes longer than reading a page.
 @lru_cache
 def _json_item(table: Table, is_sqlite: bool) -> ColumnElement[str]:
-    """Return SQL for a row of a table as the text of its item in a list.
-
-    A row that was changed by hand must not fail the query: its item has only its `id`, and in `unreadable` the fields.
-    """
-    columns = [
-        (_FIELDS.get(column.name, (column.name,)), _json_value(column, is_sqlite), _is_readable(column, is_sqlite))
-        for column in table.columns
-    ]
+    """Return SQL for a row of a table as the text of its item in a list."""
     build = "json_object" if is_sqlite else "json_build_object"
-    fields = ", ".join(f"'{field}', {value}" for names, value, _ in columns for field in names)
-    checked = [(names[-1], condition) for names, _, condition in columns if condition is not None and names]
-    readable = " AND ".join(condition for _, condition in checked)
-    bad = " || ".join(f"CASE WHEN {condition} THEN '' ELSE ',\"{name}\"' END" for name, condition in checked)
-    bad = f"'[' || substr({bad}, 2) || ']'"
-    bad = f"json({bad})" if is_sqlite else f"CAST({bad} AS JSON)"
-    item = f"CASE WHEN {readable} THEN {build}({fields}) ELSE {build}('id', {table.name}.id, 'unreadable', {bad}) END"
-    return literal_column(f"CAST({item} AS TEXT)", Text)
+    fields = (
+        f"'{field}', {_json_value(column, is_sqlite)}"
+        for column in table.columns
+        for field in _FIELDS.get(column.name, (column.name,))
+    )
+    return literal_column(f"CAST({build}({', '.join(fields)}) AS TEXT)", Text)
 
 
 def _json_value(column: Column[Any], is_sqlite: bool) -> str:
-    """Return SQL for the JSON value of a readable column."""
-    name = _sql_name(column)
+    """Return SQL for the JSON value of a column."""
+    name = f"{column.table.name}.{column.name}"
     if column.name in _TIMES:
         if is_sqlite:
             # Cut to milliseconds, not rounded: `since` with the time of an item has to find it.
@@ -162,34 +141,8 @@ def _json_value(column: Column[Any], is_sqlite: bool) -> str:
             return f"strftime('%Y-%m-%dT%H:%M:%fZ', {ms} / 1000.0, 'unixepoch')"
         return f"to_char(to_timestamp({name}) AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')"
     if is_sqlite and isinstance(column.type, JSON):
-        return f"json(CAST({name} AS TEXT))"
-    # SQLite accepts bytes in columns of text.
-    return f"CAST({name} AS TEXT)" if is_sqlite and isinstance(column.type, Text) else name
-
-
-def _is_readable(column: Column[Any], is_sqlite: bool) -> str | None:
-    """Return SQL for whether a column has a value of its type, which SQLite does not ensure; None if it always has."""
-    name = _sql_name(column)
-    if column.primary_key or isinstance(column.type, Text):
-        return None
-    if isinstance(column.type, JSON):
-        text = f"CAST({name} AS TEXT)"
-        kind = f"CASE WHEN json_valid({text}) THEN json_type({text}) END" if is_sqlite else f"json_typeof({name})"
-        condition = f"coalesce({kind} IN ('object', 'null'), {'0' if is_sqlite else 'false'})"
-    elif column.name in _TIMES:
-        # In the order of SQLite all text and bytes are above all numbers, as is NaN in that of PostgreSQL.
-        condition = f"({name} >= 0 AND {name} <= {END_S})"
-    elif isinstance(column.type, Double):
-        condition = f"({name} > -1e308 AND {name} < 1e308)"
-    elif is_sqlite:
-        condition = f"typeof({name}) = 'integer'"
-    else:
-        return None
-    return f"({name} IS NULL OR {condition})" if column.nullable else condition
-
-
-def _sql_name(column: Column[Any]) -> str:
-    return f"{column.table.name}.{column.name}"
+        return f"CASE WHEN json_valid({name}) THEN json({name}) END"
+    return name
 
 
 class StoreReader:

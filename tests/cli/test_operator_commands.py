@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -240,17 +238,6 @@ def test_top_without_any_sample_prints_totals_only(run: Run, tmp_path: Path) -> 
 
 def test_sparkline_of_shares_shows_zero_and_nothing_apart() -> None:
     assert sparkline([None, 0.0, 0.5, 1.0]) == " ▁▄█"
-
-
-def test_rows_of_the_database_when_changed_by_hand_are_named(run: Run, tmp_path: Path) -> None:
-    with start_service(tmp_path / "torn") as service:
-        for name in ("good", "torn"):
-            assert run("rules", "set", name, URL=service.url).code == 0
-        with closing(sqlite3.connect(service.database, isolation_level=None)) as connection:
-            connection.execute("UPDATE audit SET time = x'ff' WHERE path LIKE '%/torn'")
-        shown = run("audit", URL=service.url)
-        assert (shown.code, shown.err) == (0, "row 2 is unreadable: time\n")
-        assert re.search("PUT +rules/good", shown.out)
 
 
 def test_tables_in_a_pipe_keep_each_row_on_one_line(service: Service, clean_world: Path) -> None:

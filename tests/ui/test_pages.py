@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -841,8 +840,6 @@ def test_names_when_long_or_with_invisible_characters_are_shown(browser: Browser
         service.settle()
         rule = {"match": {"lora": "\u202e<b>evil\u0007</b>"}, "policy": {"store": False}}
         assert service.http.put("/admin/v1/rules/odd", json=rule).is_success
-        with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
-            connection.execute("UPDATE audit SET status = x'ff'")
         with opened(browser, service, "pool") as page:
             link = page.get_by_role("link", name="xxxx").first
             assert len(link.inner_text()) == 40
@@ -851,8 +848,6 @@ def test_names_when_long_or_with_invisible_characters_are_shown(browser: Browser
             page.get_by_text("What served its prompt").wait_for()
             page.get_by_role("link", name="Policies", exact=True).click()
             page.get_by_text("lora \ufffd<b>evil\ufffd</b>").wait_for()
-            page.get_by_role("link", name="Audit", exact=True).click()
-            page.get_by_text("Row 1 of the database cannot be read: status.").wait_for()
 
 
 def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, served: Served) -> None:

@@ -12,7 +12,7 @@ from kvferry.app.api.audit import LoggedOnly
 from kvferry.app.api.auth import Caller, TokenKind
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import Context
-from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, UnreadableRow, json_page_response
+from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit, json_page_response
 from kvferry.app.common.times import rfc3339_or_none
 from kvferry.app.store import MetadataStore
 
@@ -37,7 +37,7 @@ class AuditItem(BaseModel):
 class AuditPage(BaseModel):
     """One page of the calls, and how many are missing in all pages."""
 
-    items: list[AuditItem | UnreadableRow]
+    items: list[AuditItem]
     next_cursor: str | None = Field(description="null on the last page")
     logged_only: int = Field(
         description="records since the start that the database did not accept: they are in the log, in lines with "

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
 from kvferry.app.api.errors import NO_DATABASE
-from kvferry.app.api.pagination import EvictionCursor, PageQuery, UnreadableRow, json_page_response
+from kvferry.app.api.pagination import EvictionCursor, PageQuery, json_page_response
 from kvferry.app.common.times import Moment
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page
 from kvferry.core.stats import EvictionReason
@@ -69,12 +69,7 @@ def _read_page(store: MetadataStore, wanted: EvictionFilter, cursor: str | None,
 router = admin_router(prefix="/evictions", tags=["evictions"])
 
 
-@router.get(
-    "",
-    summary="Evicted blocks, newest first",
-    response_model=Page[Eviction | UnreadableRow],
-    responses=NO_DATABASE,
-)
+@router.get("", summary="Evicted blocks, newest first", response_model=Page[Eviction], responses=NO_DATABASE)
 async def list_evictions(context: Context, query: Annotated[EvictionQuery, Query()]) -> Response:
     """History is written behind the engine; `journal` in stats shows how far."""
     since_s, until_s = _unix_s(query)

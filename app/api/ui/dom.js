@@ -53,11 +53,6 @@ export function table(caption, columns, rows, empty = "Nothing to show.") {
 
 /** Return one row of a table with these columns. */
 export function tableRow(columns, row) {
-  // A row of the database that was changed by hand.
-  if (row?.unreadable) {
-    return h("tr", { role: "row" }, h("td", { role: "cell", colspan: columns.length },
-      h("div", { class: "empty" }, `Row ${row.id} of the database cannot be read: ${row.unreadable.join(", ")}.`)));
-  }
   return h("tr", { role: "row" }, columns.map((column) => {
     const shown = column.cell(row);
     const kind = column.number ? "number" : column.keep ? "keep" : "";
