@@ -56,11 +56,7 @@ class RuleTestBody(BaseModel):
         extra="forbid",
         strict=True,
         json_schema_extra={
-            "examples": [{"rule": {"name": "batch", "match": {"request": "batch-*"}, "policy": {"store": False}}}],
-            "anyOf": [
-                {"required": ["rule"], "properties": {"rule": {"type": "object"}}},
-                {"required": ["without"], "properties": {"without": {"type": "string"}}},
-            ],
+            "examples": [{"rule": {"name": "batch", "match": {"request": "batch-*"}, "policy": {"store": False}}}]
         },
     )
     rule: NamedRuleBody | None = None

@@ -1,4 +1,4 @@
-"""Bodies and answers of the OpenAI-compatible API: fields, their limits, and errors that name a field.
+"""Bodies of the OpenAI-compatible API: fields, their limits, and errors that name a field.
 
 Unknown fields of a body are ignored, as by vLLM.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     WithJsonSchema,
 )
@@ -25,7 +24,6 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request
-from kvferry.app.engines.embedded.request import FinishReason
 from kvferry.app.operations.policy_json import whole, whole_items
 from kvferry.core.policy import POLICY_FIELDS
 
@@ -252,103 +250,7 @@ def _explain_prompt(types: Set[str]) -> str:
     return "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids"
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-_Ended = Annotated[FinishReason, WithJsonSchema({"enum": [FinishReason.STOP, FinishReason.LENGTH]})]
-
-
-class CachedTokens(TypedDict):
-    """Prompt tokens that were not computed."""
-
-    cached_tokens: int
-
-
-class Usage(TypedDict):
-    """Tokens of a call."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class Choice(TypedDict):
-    """Fields of every choice. `token_ids` is there with `return_token_ids`."""
-
-    index: int
-    logprobs: None
-    finish_reason: _Ended | None
-    token_ids: NotRequired[list[int]]
-
-
-class TextChoice(Choice):
-    """A completion, or the next piece of one."""
-
-    text: str
-
-
-class Message(TypedDict):
-    """A complete message."""
-
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(Choice):
-    """A chat's next message."""
-
-    message: Message
-
-
-class MessageDelta(TypedDict):
-    """The next piece of a message; the first one has the role."""
-
-    role: NotRequired[Literal["assistant"]]
-    content: str
-
-
-class ChatDelta(Choice):
-    """The next piece of a chat's next message."""
-
-    delta: MessageDelta
-
-
-class Head(TypedDict):
-    """Fields of every answer and chunk."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-
-class Completion(Head):
-    """Answer of `POST /v1/completions`."""
-
-    choices: list[TextChoice]
-    usage: Usage
-
-
-class CompletionChunk(Head):
-    """Chunk of a streamed completion; it has a `usage` with `include_usage`."""
-
-    choices: list[TextChoice]
-    usage: NotRequired[Usage | None]
-
-
-class ChatCompletion(Head):
-    """Answer of `POST /v1/chat/completions`."""
-
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatCompletionChunk(Head):
-    """Chunk of a streamed chat completion; it has a `usage` with `include_usage`."""
-
-    choices: list[ChatDelta]
-    usage: NotRequired[Usage | None]
+# ---- the list of models ----------------------------------------------------------------------------------------------
 
 
 class ModelCard(TypedDict):
@@ -372,9 +274,9 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def inline_schema(kind: type) -> Any:
-    """Return the JSON Schema of a type, without references."""
-    schema = TypeAdapter(kind).json_schema()
+def inline_schema(body: type[BaseModel]) -> Any:
+    """Return the JSON Schema of a body, without references."""
+    schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 
     def inline(part: Any) -> Any:
