@@ -4,12 +4,11 @@ A call that writes to the database is recorded in the same transaction: without 
 and changes nothing. A change of policies or settings of this process is recorded before it is applied, and its outcome
 afterwards; resets, drops and pins of blocks are recorded when they have ended, a reset that waits for transfers also as
 its wait begins. Operators need both in an emergency, so that they work without the database, and their record is
-logged. Refused calls are recorded too, while the database answers.
+logged. Refused calls are recorded too, while the database answers, with the names of their fields alone.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -29,9 +28,9 @@ from kvferry.app.api.auth import NO_TOKEN
 from kvferry.app.operations.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
-from kvferry.app.settings.fields import SECRET_NAMES
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
+from kvferry.app.store.database import clean
 from kvferry.app.telemetry.logs import SecretMask
 
 T = TypeVar("T")
@@ -43,63 +42,47 @@ SAFE_PATHS = frozenset({"/admin/v1/rules/test", "/admin/v1/lookup", PREFETCH_PAT
 """Paths whose calls change nothing, or are recorded by `PrefetchAudit`."""
 MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
-MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
 CHANGE_TIMEOUT_S = 10.0
 RECORD_TIMEOUT_S = 5.0
 
-_SECRETS = (*SECRET_NAMES, "cache_salt", "endpoint")
-_MAX_NAME_CHARS = 100
-_MIN_SIMILARITY = 0.75
-"""Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""
 NO_SECRETS = SecretMask(())
 _log = logging.getLogger(__name__)
 
 
-def describe_body(body: bytes, mask: SecretMask = NO_SECRETS) -> dict[str, Any] | None:
-    """Return a body's fields, bounded and with secrets masked; None without a body."""
+def describe_body(body: bytes, is_applied: bool, mask: SecretMask = NO_SECRETS) -> dict[str, Any] | None:
+    """Return a body's fields with secrets masked; None without a body.
+
+    Of a call that is not applied only the names are shown, since a secret may be where none is expected.
+    """
     if not body:
         return None
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
-        # An unreadable body may hold a misplaced secret.
+        parsed = None
+    if not isinstance(parsed, dict):
         return {"unreadable_bytes": len(body)}
-    if not isinstance(parsed, dict) or len(body) > MAX_WHAT_CHARS:
-        return {"too_large_bytes" if isinstance(parsed, dict) else "unreadable_bytes": len(body)}
-    return {_clean_text(name, mask): _clean_value(name, value, mask, depth=1) for name, value in parsed.items()}
+    if len(body) > MAX_WHAT_CHARS:
+        return {"too_large_bytes": len(body)}
+    if not is_applied:
+        return {clean(mask.apply(name)): MASK for name in parsed}
+    return {mask.apply(name): _masked(name, value, mask) for name, value in parsed.items()}
 
 
-@lru_cache(maxsize=256)
-def _is_secret(name: str) -> bool:
-    return SECRET_WORDS.search(name) is not None or bool(
-        difflib.get_close_matches(name.lower()[:_MAX_NAME_CHARS], _SECRETS, n=1, cutoff=_MIN_SIMILARITY)
-    )
-
-
-def _clean_value(name: str, value: Any, mask: SecretMask, depth: int) -> Any:
-    """Return a JSON value that every database accepts, with secrets masked by name and by value."""
-    if _is_secret(name):
+def _masked(name: str, value: Any, mask: SecretMask) -> Any:
+    """Return a JSON value with secrets masked by name and by value."""
+    if name == "endpoint" or SECRET_WORDS.search(name):
         return MASK
-    if depth > MAX_DEPTH:
-        return "..."
     if isinstance(value, dict):
-        return {_clean_text(inner, mask): _clean_value(inner, item, mask, depth + 1) for inner, item in value.items()}
+        return {mask.apply(inner): _masked(inner, item, mask) for inner, item in value.items()}
     if isinstance(value, list):
-        return [_clean_value(name, item, mask, depth + 1) for item in value]
+        return [_masked(name, item, mask) for item in value]
     if isinstance(value, str):
         # Anything but a digest under `tenant` may be the secret itself.
-        return MASK if name == "tenant" and not is_digest_glob(value) else _clean_text(value, mask)
-    if isinstance(value, (int, float)):
-        # No JSON column accepts NaN, infinities, and integers of more than 64 bits.
-        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
-        text = mask.apply(repr(value))
-        return value if finite and text == repr(value) else text
-    return value
-
-
-def _clean_text(text: str, mask: SecretMask) -> str:
-    return mask.apply(text).replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+        return MASK if name == "tenant" and not is_digest_glob(value) else mask.apply(value)
+    # Databases do not accept NaN and infinities as JSON.
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def outcome_of(status: int) -> str:
@@ -231,7 +214,7 @@ class AuditedCall:
         writer, row_id, entry = self._audit.store.writer, self.row_id, self._entry(status)
 
         def write(connection: Connection) -> None:
-            if row_id is None or not writer.end_audit(row_id, status, entry.outcome, connection):
+            if row_id is None or not writer.end_audit(row_id, entry, connection):
                 writer.begin_audit(entry, connection)
 
         try:
@@ -256,7 +239,7 @@ class AuditedCall:
             request_id=mask.apply(state["request_id"]),
             method=mask.apply(self.scope["method"]),
             path=mask.apply(self.scope["path"] + query)[:MAX_PATH_CHARS],
-            what=describe_body(state.get("body", b""), mask),
+            what=describe_body(state.get("body", b""), status is not None and status < 400, mask),
             status=status,
             outcome=None if status is None else outcome_of(status),
         )
@@ -295,16 +278,20 @@ class PrefetchAudit:
             due = [(caller, one) for caller, one in self._sums.items() if not 0 <= now_s - one.time_s < min_age_s]
             for caller, _ in due:
                 del self._sums[caller]
-        for number, (caller, one) in enumerate(due):
-            what = {"calls": one.num_calls, "blocks": one.num_blocks}
-            entry = AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
-            try:
-                self._store.database.write(partial(self._store.writer.begin_audit, entry), RECORD_TIMEOUT_S)
-            except DatabaseUnavailable:
-                # Each further attempt could wait for the database as long as this one.
-                for kept_caller, kept in due[number:]:
-                    self._add(kept_caller, kept.time_s, kept.num_calls, kept.num_blocks)
-                return
+        if not due:
+            return
+
+        def write(connection: Connection) -> None:
+            for caller, one in due:
+                what = {"calls": one.num_calls, "blocks": one.num_blocks}
+                entry = AuditEntry(one.time_s, *caller, "", "POST", PREFETCH_PATH, what, 202, outcome_of(202))
+                self._store.writer.begin_audit(entry, connection)
+
+        try:
+            self._store.database.write(write, RECORD_TIMEOUT_S)
+        except DatabaseUnavailable:
+            for caller, one in due:
+                self._add(caller, one.time_s, one.num_calls, one.num_blocks)
 
     def _add(self, caller: tuple[str, str], time_s: float, num_calls: int, num_blocks: int) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ class AuditEntry:
     request_id: str
     method: str
     path: str
-    what: Mapping[str, Any] | None = None
+    what: dict[str, Any] | None = None
     status: int | None = None
     outcome: str | None = None
 
@@ -126,14 +126,14 @@ class StoreWriter:
             "request_id": clean(entry.request_id),
             "method": clean(entry.method),
             "path": clean(entry.path),
-            "what": None if entry.what is None else dict(entry.what),
+            "what": entry.what,
             "status": entry.status,
             "outcome": clean(entry.outcome),
         }
         return int(connection.execute(insert(AUDIT).returning(AUDIT.c.id), row).scalar_one())
 
-    def end_audit(self, audit_id: int, status: int, outcome: str | None, connection: Connection) -> bool:
-        """Record the outcome of a call; return False if its record is gone."""
+    def end_audit(self, audit_id: int, ended: AuditEntry, connection: Connection) -> bool:
+        """Record the body and outcome of a call that was begun; return False if its record is gone."""
         which = (AUDIT.c.engine == self._engine, AUDIT.c.id == audit_id)
-        changed = {"status": status, "outcome": clean(outcome)}
+        changed = {"what": ended.what, "status": ended.status, "outcome": clean(ended.outcome)}
         return connection.execute(update(AUDIT).where(*which).values(changed)).rowcount > 0

@@ -156,7 +156,7 @@ def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
                 token,
                 "refused",
             )
-            assert "store" not in (item["what"] or {}) or status == 422
+            assert item["what"] in (None, {"store": "***"}, {"port": "***"}, {}, {"unreadable_bytes": 1})
 
 
 def test_call_when_writes_queue_to_their_bound_is_refused_and_leaves_a_record(
@@ -215,17 +215,19 @@ def test_known_secrets_when_sent_anywhere_are_masked(tmp_path: Path) -> None:
         client.delete(url_of_secret, headers={"X-Request-ID": f"id of {ADMIN}"})
         client.delete("/admin/v1/requests/" + "x" * 970 + ADMIN + "/policy")
         client.post("/admin/v1/reset", json={"reason": f"pasted {READ}, Basic {basic}"})
-        client.post("/admin/v1/rules", json={"note": [{f"about {ADMIN}": READ}], "match": {"lora": ADMIN}})
+        client.post("/admin/v1/rules", json={f"about {ADMIN}": [READ]})
+        client.post("/admin/v1/rules", json={"name": "r", "match": {"lora": ADMIN}})
         items = client.get(AUDIT).json()["items"]
     text = json.dumps(items)
-    assert len(items) == 4
+    assert len(items) == 5
     for secret in (ADMIN, READ, ADMIN[:12], basic[8:20]):
         assert secret not in text
-    rule, reset, _, deleted = items
+    rule, refused, reset, _, deleted = items
     assert deleted["request_id"] == "id of ***"
     assert deleted["path"].startswith("/admin/v1/rules/***x")
     assert reset["what"] == {"reason": f"pasted ***, Basic {basic[:7]}***"}
-    assert rule["what"] == {"note": [{"about ***": "***"}], "match": {"lora": "***"}}
+    assert refused["what"] == {"about ***": "***"}
+    assert rule["what"] == {"name": "r", "match": {"lora": "***"}}
 
 
 def test_audit_of_refused_strangers_is_limited_per_minute(tmp_path: Path) -> None:
@@ -273,22 +275,18 @@ def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service, 
         (b"{", {"unreadable_bytes": 1}),
         (b"[1]", {"unreadable_bytes": 3}),
         (b"[" * 50_000, {"unreadable_bytes": 50_000}),
-        (b'{"a": NaN}', {"a": "nan"}),
-        (b'{"a": 1e999}', {"a": "inf"}),
-        (b'{"a": 99999999999999999999}', {"a": "99999999999999999999"}),
-        (b'{"a\\u0000": "\\ud800"}', {"a\ufffd": "?"}),
+        (b'{"a": NaN, "b": 1e999}', {"a": "nan", "b": "inf"}),
         (b'{"max_offload_tokens": 5, "read_token": "x"}', {"max_offload_tokens": 5, "read_token": "***"}),
-        (b'{"a": [[[[[[[[[[1]]]]]]]]]]}', {"a": [[[[[[[["..."]]]]]]]]}),
-        (
-            b'{"admin_tokn": "x", "raed_token": "x", "max_offload_tokns": 5}',
-            {"admin_tokn": "***", "raed_token": "***", "max_offload_tokns": 5},
-        ),
-        (b'{"match": {"cache_sallt": "x", "cahce_slat": "x"}}', {"match": {"cache_sallt": "***", "cahce_slat": "***"}}),
         (b'{"match": {"cache_salt": "x", "lora": "s"}}', {"match": {"cache_salt": "***", "lora": "s"}}),
         (b'{"match": {"tenant": "9f86d0*"}}', {"match": {"tenant": "9f86d0*"}}),
         (b'{"match": {"tenant": "a salt put here by mistake"}}', {"match": {"tenant": "***"}}),
         (b'{"a": "' + b"x" * 5000 + b'"}', {"too_large_bytes": 5009}),
     ],
 )
-def test_audited_body_is_masked_and_fits_any_database(body: bytes, what: Any) -> None:
-    assert describe_body(body) == what
+def test_body_of_an_applied_call_is_recorded_without_secrets(body: bytes, what: Any) -> None:
+    assert describe_body(body, True) == what
+
+
+def test_body_of_a_refused_call_is_recorded_by_its_names() -> None:
+    assert describe_body(b'{"admin_tokn": "x", "match": {"a": [1]}}', False) == {"admin_tokn": "***", "match": "***"}
+    assert describe_body(b'{"a\\u0000\\ud800": 1}', False) == {"a\ufffd?": "***"}

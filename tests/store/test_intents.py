@@ -6,6 +6,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         assert (record.id, record.time) == (number, entry.time_s)
         shown = ("token", "client", "request_id", "method", "path", "what", "status", "outcome")
         assert all(getattr(record, name) == getattr(entry, name) for name in shown)
-        assert write(store, store.writer.end_audit, number, 200, "applied")
-        assert not write(store, store.writer.end_audit, number + 1, 200, "applied")
+        ended = replace(entry, what={"store": True}, status=200, outcome="applied")
+        assert write(store, store.writer.end_audit, number, ended)
+        assert not write(store, store.writer.end_audit, number + 1, ended)
         second = write(
             store,
             store.writer.begin_audit,
@@ -91,7 +93,7 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         assert second > number
     with running(where) as (store, _):
         last, first = items_of(store.reader.audit())
-        assert (first.status, first.outcome, first.what) == (200, "applied", entry.what)
+        assert (first.status, first.outcome, first.what) == (200, "applied", ended.what)
         assert (last.status, last.what) == (401, None)
         assert shell(where, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
 

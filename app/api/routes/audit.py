@@ -29,7 +29,10 @@ class AuditItem(BaseModel):
     request_id: str
     method: str
     path: str
-    what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
+    what: dict[str, Any] | None = Field(
+        description="the body, bounded and with secrets masked; of a call that was refused or is "
+        "under way the names of its fields; null without one"
+    )
     status: int | None = Field(description="null while the call is under way, or if the process ended during it")
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
 
