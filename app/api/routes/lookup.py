@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,8 +10,7 @@ from typing import Annotated, Self, TypeVar
 
 import anyio
 from fastapi import Body, Request
-from fastapi.exceptions import HTTPException, RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvferry.app.api.calls import admin_router, from_app
 from kvferry.app.api.context import AdminContext, Context
@@ -120,25 +118,6 @@ def _find(context: AdminContext, body: LookupBody) -> tuple[int, tuple[PrefixQue
     return num_tokens, find_prefix(context, hashes)
 
 
-def _read_and_find(context: AdminContext, given: bytes) -> tuple[int, tuple[PrefixQuery, PrefixHeld]]:
-    """Find the prompt of a body. Raises what FastAPI does for a body that it reads itself."""
-    if not given:
-        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
-    try:
-        # In two steps, each of which holds the interpreter lock for as long as it takes.
-        body = LookupBody.model_validate(json.loads(given))
-    except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        raise RequestValidationError(errors) from None
-    except json.JSONDecodeError as error:
-        raise RequestValidationError(
-            [{"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "input": {}}]
-        ) from None
-    except (ValueError, RecursionError):
-        raise HTTPException(400) from None
-    return _find(context, body)
-
-
 def find_prefix(context: AdminContext, block_hashes: Sequence[bytes]) -> tuple[PrefixQuery, PrefixHeld]:
     """Find how much of a prompt is held; waits for the tiers for a second."""
     query = context.scheduler.query_prefix(block_hashes)
@@ -186,17 +165,13 @@ router = admin_router(tags=["blocks"])
     "/lookup",
     summary="How much of a prompt is held",
     responses={429: {"description": f"{MAX_WAITING} lookups wait already"}, **_REFUSALS},
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": LookupBody.model_json_schema()}}}
-    },
 )
-async def look_up(context: Context, threads: AppThreads, request: Request) -> LookupAnswer:
+async def look_up(context: Context, threads: AppThreads, body: Annotated[LookupBody, Body()]) -> LookupAnswer:
     """Changes nothing, pins nothing and counts as no use of a block: what it names may be gone a moment later.
 
     The read token suffices.
     """
-    # Read on the thread, too: the longest prompt would take the event loop for 20 ms.
-    num_tokens, (_, held) = await threads.run(partial(_read_and_find, context, await request.body()))
+    num_tokens, (_, held) = await threads.run(partial(_find, context, body))
     return LookupAnswer(num_tokens=num_tokens, **asdict(held))
 
 
