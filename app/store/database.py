@@ -37,14 +37,13 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError
 
 from kvferry.app.store.errors import (
     DatabaseUnavailable,
     OutcomeUnknown,
     StoreError,
     diagnose,
-    drop_rejected,
     raising_store_error,
     raising_unavailable,
 )
@@ -422,13 +421,14 @@ def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, A
 
 
 def write_accepted(connection: Connection, rows: Sequence[T], write: Callable[[Sequence[T]], object]) -> int:
-    """Write rows in the transaction under way; return the number of those that the database rejects, left out."""
-
-    def write_part(part: Sequence[T]) -> None:
-        with connection.begin_nested():
-            write(part)
-
-    return drop_rejected(rows, write_part)
+    """Write rows in the transaction under way; if the database rejects them, leave them out and return their number."""
+    if rows:
+        try:
+            with connection.begin_nested():
+                write(rows)
+        except (DataError, IntegrityError):
+            return len(rows)
+    return 0
 
 
 @overload

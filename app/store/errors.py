@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from kvferry.core.errors import Failure, FailureCause, StartError
-
-T = TypeVar("T")
 
 
 class StoreError(StartError):
@@ -112,31 +110,6 @@ def _of_driver(error: BaseException) -> BaseException:
 def _first_line(error: BaseException) -> str:
     cause = _of_driver(error)
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]
-
-
-def is_rejected(error: BaseException) -> bool:
-    """Return whether the rows are at fault and not the database, so that writing them again fails again."""
-    if isinstance(error, (DataError, IntegrityError)):
-        return True
-    return not isinstance(
-        error, (SQLAlchemyError, sqlite3.Error, OSError, MemoryError, DatabaseUnavailable, StoreError)
-    )
-
-
-def drop_rejected(items: Sequence[T], call: Callable[[Sequence[T]], object]) -> int:
-    """Call with all items, except those that it rejects, which are found by halving; return their number."""
-    if not items:
-        return 0
-    try:
-        call(items)
-    except Exception as error:
-        if not is_rejected(error):
-            raise
-        if len(items) == 1:
-            return 1
-        middle = len(items) // 2
-        return drop_rejected(items[:middle], call) + drop_rejected(items[middle:], call)
-    return 0
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, case, delete, func, insert, select, update
 
 from kvferry.app.store.database import Merge, clean, insert_rows, upsert, write_accepted
-from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, STATS_ROWS
 from kvferry.app.telemetry.history import Row as StatsRow
 from kvferry.core.keys import group_of
@@ -59,7 +58,8 @@ class HistoryQueue:
 
     One thread appends, with the manager lock held; the journal's thread prepares and confirms. No lock is needed: each
     counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is written, so
-    that `appended = queued + removed` always. Rows that the database rejects are dropped and counted.
+    that `appended = queued + removed` always. Rows that the database rejects are dropped and counted, with those of the
+    same kind beside them.
     """
 
     def __init__(self, engine: str, max_rows: int) -> None:
@@ -77,8 +77,6 @@ class HistoryQueue:
         """Their rows, those of consecutive evictions together, and how to write them."""
         self._num_rejected = 0
         """Rows of them that cannot be made."""
-        self.is_ready = False
-        """Whether all rows of the entries taken are made."""
 
     def append(self, item: HistoryItem, rows: int) -> None:
         """Queue an item, or drop and count it if the queue is full. Never waits."""
@@ -95,6 +93,11 @@ class HistoryQueue:
         """Rows that are not removed."""
         return self.appended_rows - self.removed_rows
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether entries are taken."""
+        return bool(self._taken)
+
     def oldest_s(self) -> float | None:
         """Return when the oldest queued entry was appended, on the monotonic clock."""
         for entries in (self._taken, self._entries):
@@ -108,25 +111,24 @@ class HistoryQueue:
         """Take the oldest entries, `BATCH_ROWS` rows or a single larger entry, and make their rows."""
         rows = sum(entry.rows for entry in self._taken)
         while self._entries and rows < BATCH_ROWS:
-            rows += self._entries[0].rows
-            self._taken.append(self._entries.popleft())
-        # Python's work is done before the database is locked.
-        self.is_ready, self._runs, self._num_rejected = False, [], 0
-        for entry in self._taken:
-            self._add_rows(entry.item)
-        self.is_ready = bool(self._taken)
+            entry = self._entries.popleft()
+            rows += entry.rows
+            self._taken.append(entry)
+            # Python's work is done before the database is locked.
+            try:
+                self._add_rows(entry.item)
+            except Exception:
+                self._num_rejected += entry.rows
+                raise
 
     def write(self, connection: Connection) -> int:
         """Write the rows made; return how many of them the database rejected. Thread: writer."""
-        runs = self._runs if self.is_ready else []
-        return sum(write_accepted(connection, rows, partial(write, connection)) for write, rows in runs)
+        return sum(write_accepted(connection, rows, partial(write, connection)) for write, rows in self._runs)
 
     def confirm(self, num_rejected: int) -> bool:
         """Remove the entries whose rows are committed; return whether more are queued."""
-        if not self.is_ready:
-            return False
         rows, rejected = sum(entry.rows for entry in self._taken), self._num_rejected + num_rejected
-        self.is_ready, self._taken, self._runs = False, [], []
+        self._taken, self._runs, self._num_rejected = [], [], 0
         self.removed_rows += rows
         self.rejected_rows += rejected
         self.written_rows += rows - rejected
@@ -152,10 +154,7 @@ class HistoryQueue:
             if not self._runs or self._runs[-1][0] != self._insert_evictions:
                 self._runs.append((self._insert_evictions, []))
             evictions: Any = self._runs[-1][1]
-            convert = partial(_eviction_rows, self._engine, item)
-            self._num_rejected += drop_rejected(
-                range(len(item.rows.slots)), lambda part: evictions.extend(convert(part))
-            )
+            evictions += _eviction_rows(self._engine, item)
 
     def _insert_evictions(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
         insert_rows(connection, EVICTIONS, rows)
@@ -192,9 +191,9 @@ def _insert(table: Table, connection: Connection, rows: Sequence[dict[str, Any]]
     connection.execute(insert(table), rows)
 
 
-def _eviction_rows(engine: str, batch: EvictionBatch, part: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a part of a batch as parameters. A block without hits has been idle since it was stored."""
-    rows = batch.rows.part(slice(part[0], part[-1] + 1))
+def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
+    """Return a batch as parameters. A block without hits has been idle since it was stored."""
+    rows = batch.rows
     age_s = (batch.time_s - rows.records["stored_s"]).clip(min=0.0).tolist()
     idle_s = (batch.time_s - np.maximum(rows.records["stored_s"], rows.records["hit_s"])).clip(min=0.0).tolist()
     common = {

@@ -1,14 +1,14 @@
 """The table `slots`, a projection of memory: written in checkpoints, read as columns by a restart.
 
 Rows that could not be written stay pending until they are; meanwhile at most as many as one transaction takes are
-pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot. A row that the
-database rejects is given up and counted.
+pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot. Rows that the
+database rejects are given up and counted, with those of the same transaction.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, literal_column, select
 
 from kvferry.app.store.database import Database, clean, insert_rows, write_accepted
-from kvferry.app.store.errors import drop_rejected
 from kvferry.app.store.schema import SLOTS
 from kvferry.core.keys import RequestIdentity, group_of, read_identity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
@@ -56,8 +55,6 @@ class SlotProjection:
     def __init__(self, engine: str, num_recovered_slots: int) -> None:
         """Rows left by an earlier process for slots from `num_recovered_slots` on are deleted first."""
         self._engine = engine
-        self._copied: SlotRows | None = None
-        """Rows that are not yet pending."""
         self._pending: dict[int, dict[str, Any] | None] = {}
         """Rows to be written by slot, None for slots without a block."""
         self._must_rewrite = False
@@ -118,18 +115,10 @@ class SlotProjection:
 
     def _read(self, source: Inventory) -> bool:
         """Add changed rows to those pending; return False without any."""
-        if self._copied is None:
-            self._copied = self._next_rows(source)
-        rows = self._copied
+        rows = self._next_rows(source)
         if rows is None:
             return False
-        convert = partial(_parameters, self._engine, rows)
-        slots = rows.slots.tolist()
-        # Of a row that cannot be converted, the older one is deleted.
-        pending: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
-        self.rejected_rows += drop_rejected(range(len(slots)), lambda part: pending.update(convert(part)))
-        self._pending.update(pending)
-        self._copied = None
+        self._pending.update(_parameters(self._engine, rows))
         return True
 
     def _next_rows(self, source: Inventory) -> SlotRows | None:
@@ -153,9 +142,8 @@ class SlotProjection:
         return slots[-1] + 1 if len(slots) == MAX_DELETED_ROWS else None
 
 
-def _parameters(engine: str, copied: SlotRows, part: Sequence[int]) -> dict[int, dict[str, Any] | None]:
-    """Return the rows of a part of the slots as parameters, None for a slot without a block."""
-    rows = copied.part(slice(part[0], part[-1] + 1))
+def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]:
+    """Return rows as parameters by slot, None for a slot without a block."""
     slots = rows.slots.tolist()
     parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
     records = rows.records

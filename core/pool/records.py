@@ -65,11 +65,6 @@ class SlotRows(NamedTuple):
         """Columns by the names in `SLOT_RECORD`."""
         return records_in(self.lines)
 
-    def part(self, which: slice) -> SlotRows:
-        """Return some of the rows."""
-        slots, keys, live, origins, lines = self
-        return SlotRows(slots[which], keys[which], live[which], origins[which], lines[which])
-
 
 class HeaderQueue(Protocol):
     """Changes of the slot headers of a pool that outlives its process: which blocks a restart may recover.

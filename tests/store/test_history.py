@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, RegretBatch
+from kvferry.core.pool.events import RegretBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason
@@ -19,7 +19,6 @@ from tests.harness.stores import (
     SLOT_BYTES,
     START_S,
     Where,
-    busy_writer,
     count,
     eviction,
     execute,
@@ -94,25 +93,6 @@ def test_odd_request_ids_are_stored_and_found(where: Where) -> None:
         for number, request in enumerate(hostile):
             found = items_of(store.reader.evictions(EvictionFilter(request=request)))
             assert [item.key for item in found] == [key_of(number).hex()]
-
-
-def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
-    nameless = eviction([7])._replace(policy=None)  # type: ignore[arg-type]
-    unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
-    with running(where) as (store, _):
-        with busy_writer(store):
-            for number in range(5):
-                store.journal.append(eviction([number]))
-            store.journal.append(nameless)
-            store.journal.append(unreadable)
-            for number in range(10, 15):
-                store.journal.append(eviction([number]))
-        assert store.journal.flush(DEADLINE_S)
-        stats = store.journal.stats()
-        assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
-        keys = {item.key for item in items_of(store.reader.evictions())}
-        assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}
-        assert store.degraded() == []
 
 
 def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) -> None:

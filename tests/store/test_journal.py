@@ -199,32 +199,32 @@ def test_slots_when_an_exception_interrupts_their_write_follow(where: Where, err
         event.remove(Engine, "before_cursor_execute", fail_once)
 
 
-@pytest.mark.parametrize(
-    "origin", [RequestIdentity(None), RequestIdentity("r", aliases=(7,))], ids=["by the database", "before"]
-)  # type: ignore[arg-type]
-def test_a_slot_whose_row_is_rejected_is_given_up_alone(where: Where, origin: RequestIdentity) -> None:
+def test_rows_that_the_database_rejects_are_given_up_and_later_ones_written(where: Where) -> None:
     with running(where, 64, waits=SHORT_WAITS) as (store, manager):
-        fill(manager, range(20))
-        fill(manager, range(20, 21), origin=origin)
-        fill(manager, range(21, 40))
+        # The type of `request` allows no None, nor does its column.
+        fill(manager, range(20), origin=RequestIdentity(None))  # type: ignore[arg-type]
+        batch = eviction(range(10))
+        batch.rows.origins[7] = RequestIdentity(None)  # type: ignore[index,arg-type]
+        store.journal.append(batch)
         assert store.journal.flush(DEADLINE_S)
-        bad = key_of(20).hex()
-        assert {row[0] for row in in_file(where).values()} == {row[0] for row in in_memory(manager).values()} - {bad}
-        assert (store.journal.stats().dropped, store.degraded()) == (1, [])
+        assert (count(where, "slots"), count(where, "evictions")) == (0, 0)
+        assert (store.journal.stats().written, store.journal.stats().dropped) == (0, 30)
+        fill(manager, range(20, 40))
+        store.journal.append(eviction(range(20, 30)))
+        assert store.journal.flush(DEADLINE_S)
+        assert {row[0] for row in in_file(where).values()} == {key_of(number).hex() for number in range(20, 40)}
+        assert store.reader.eviction_summary().total == 10
+        assert store.degraded() == []
 
 
-@pytest.mark.parametrize("origin", [RequestIdentity(None), RequestIdentity(7)], ids=["by the database", "before"])  # type: ignore[arg-type]
-def test_eviction_whose_row_is_rejected_is_left_out_alone(where: Where, origin: RequestIdentity) -> None:
-    with running(where, 64, waits=SHORT_WAITS) as (store, _):
-        batch = eviction(range(20))
-        batch.rows.origins[7] = origin  # type: ignore[index]
-        for each in (eviction(range(20, 30)), batch, eviction(range(30, 40))):
-            store.journal.append(each)
-        assert store.journal.flush(DEADLINE_S)
-        written = {key for (key,) in shell(where, "SELECT key FROM evictions")}
-        assert written == {key_of(number).hex() for number in range(40) if number != 7}
-        assert store.reader.eviction_summary().total == 39
-        assert (store.journal.stats().written, store.journal.stats().dropped, store.degraded()) == (39, 1, [])
+def test_evictions_whose_rows_cannot_be_made_are_dropped_alone(where: Where) -> None:
+    nameless = eviction([7])._replace(reason="no reason")
+    with running(where, waits=SHORT_WAITS) as (store, _):
+        for batch in (eviction(range(5)), nameless, eviction(range(10, 15))):
+            store.journal.append(batch)
+        wait_until(lambda: store.journal.stats().queued == 0, "all but one are written")
+        assert (store.journal.stats().written, store.journal.stats().dropped) == (10, 1)
+        wait_until(lambda: store.degraded() == [], "health is well again")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
