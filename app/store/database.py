@@ -144,9 +144,6 @@ def make_engine(url: URL, busy_timeout_s: float, *, read_only: bool = False) -> 
         json_serializer=partial(json.dumps, separators=(",", ":")),
         json_deserializer=_read_json,
     )
-    # The GIL is released at every statement: row by row, a busy engine thread could stretch a batch, and with it the
-    # database's lock, over seconds.
-    engine.dialect.use_insertmanyvalues_wo_returning = True
     # A writer that began as a reader could find its snapshot outdated and fail without waiting.
     begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
 
@@ -393,7 +390,8 @@ def upsert(
     if insert is None:
         raise StoreError(f"databases of kind {connection.dialect.name} are not supported; use {' or '.join(_INSERTS)}")
     if rows:
-        statement = insert(table)
+        # One statement: the GIL is released at each, and a busy engine thread could stretch the transaction.
+        statement = insert(table).values(rows)
         new = statement.excluded
         primary = [column.name for column in table.primary_key]
         changed = {
@@ -401,7 +399,7 @@ def upsert(
             for name in rows[0]
             if name not in primary
         }
-        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
+        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed))
 
 
 def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
