@@ -57,55 +57,32 @@ class KVEventCounts:
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
-    """The service as the admin API sees it. Thread: any, unless stated.
-
-    Attributes:
-        engine: the engine that hosts kvferry.
-        scheduler: decides about blocks.
-        guard: `guarding` encloses calls that change the scheduler beside the engine.
-        wake: makes an idle engine take a step; must not block.
-        started_s: when the process started, by the monotonic clock.
-        readiness: returns why the service is not ready, empty when it is. May take a moment. Thread: executor.
-        degraded: returns what does less than it should while requests are served. Thread: executor.
-        closing: returns true once the server stops, which ends streams and waiting resets.
-        samples: counters over time.
-        balance: cost and gain of offloading.
-        adviser: the change that is worth most by what is measured.
-        prompts: requests that have ended, on their way to `what_if` and `partings`.
-        what_if: hit rates of other cache sizes.
-        partings: where prompts left earlier ones.
-        store_mode: returns the store mode in use.
-        policies: changes overrides and rules of request policies; they are read from the scheduler.
-        tenants: changes limits of tenants.
-        feed: latest events, and streams of new ones.
-        tier_resets: rows of resets of tiers that have not ended, for the next process.
-        prefetch_audit: records prefetches in the audit, several in one record.
-        hash_prompt: `hash_prompt` of the engine's hooks.
-        decode: `decode` of the engine's hooks.
-        warm_start: result of recovering a pool that outlived its process.
-        threads: returns the counts of watched threads.
-        traces: returns the counts of spans; None where traces are off.
-        kv_events: returns the counts of KV events; None where the engine publishes none.
-        engine_router: serves `/v1`; None if another engine hosts kvferry.
-    """
+    """The service as the admin API sees it. Thread: any, unless stated."""
 
     engine: EngineInfo
     scheduler: OffloadScheduler
     guard: OffloadGuard
+    """`guarding` encloses calls that change the scheduler beside the engine."""
     wake: Callable[[], None]
+    """Makes an idle engine take a step; does not block."""
     started_s: float
+    """When the process started, on the monotonic clock."""
     readiness: Callable[[], list[str]]
+    """Returns why the service is not ready, empty when it is. Thread: executor, as for `degraded`."""
     degraded: Callable[[], list[str]]
     closing: Callable[[], bool]
+    """Returns true once the server stops, which ends streams and waiting resets."""
     samples: StatsHistory
     balance: BalanceWatch
     adviser: Adviser
     prompts: PromptFeed
+    """Requests that have ended, on their way to `what_if` and `partings`."""
     what_if: WhatIf
     partings: Partings
     store_mode: Callable[[], StoreModeChoice]
     store: MetadataStore
     policies: PolicyStore
+    """Changes overrides and rules; they are read from the scheduler."""
     tenants: TenantStore
     feed: EventFeed
     settings: LiveSettings
@@ -120,6 +97,7 @@ class AdminContext:
     traces: Callable[[], TraceCounts | None] = lambda: None
     kv_events: Callable[[], KVEventCounts | None] = lambda: None
     engine_router: APIRouter | None = None
+    """Serves `/v1`; None if another engine hosts kvferry."""
 
 
 Context = Annotated[AdminContext, from_app("context")]
