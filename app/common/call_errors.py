@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 BODY_FIELD = "body"
-
-_TEXTS = {
-    "extra_forbidden": "unknown field",
-    "missing": "is required",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be a string",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be {ge} or more",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be {le} or less",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-    "too_short": "must have at least {min_length} items",
-    "too_long": "must have at most {max_length} items",
-    "literal_error": "must be one of {expected}",
-    "enum": "must be one of {expected}",
-}
-"""By Pydantic's type of an error: what is expected, with values of its context."""
 
 
 class NotFound(Exception):
@@ -80,7 +50,7 @@ def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1, whole: str 
     messages: dict[str, list[str]] = {}
     for error in errors:
         path = ".".join(str(part) for part in error["loc"][skip:]) or whole
-        messages.setdefault(path[:200], []).append(_message(error))
+        messages.setdefault(path[:200], []).append(str(error["msg"]).removeprefix("Value error, "))
     return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
 
 
@@ -89,18 +59,3 @@ def error_text(error: ValidationError, whole: str, most: int = 10) -> str:
     fields = field_errors(error.errors(include_url=False), skip=0, whole=whole)
     texts = [f"{one.field}: {one.message}" for one in fields[:most]]
     return "; ".join(texts + ["and more"] * (len(fields) > most))
-
-
-def _message(error: Mapping[str, Any]) -> str:
-    text = _TEXTS.get(error["type"])
-    if text is None:
-        return str(error["msg"]).removeprefix("Value error, ")
-    bounds = error.get("ctx", {}).items()
-    value = error.get("input")
-    # Other values may be long, or secrets.
-    shown = f", not {json.dumps(value)}" if isinstance(value, (bool, int, float)) and text.startswith("must be") else ""
-    return text.format(**{name: int(one) if _is_whole(one) else one for name, one in bounds}) + shown
-
-
-def _is_whole(bound: object) -> bool:
-    return isinstance(bound, float) and bound.is_integer()
