@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, update
 
 from kvferry.app.store.database import time_on_host, upsert
-from kvferry.app.store.retention import LOST_S, HistoryLimits
+from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.schema import ENGINES
 
 HEARTBEAT_S = 5.0
-MAX_GAP_S = LOST_S / 2
-"""Time without a heartbeat after which other engines may have begun to delete rows."""
 
 
 class Registration:
     """The row of one engine. Times of heartbeats are those of the database's host."""
 
-    def __init__(
-        self, engine: str, pool_kind: str, limits: HistoryLimits, on_gap: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_gap` is called when another engine may have deleted rows of this one, which it held to be lost."""
-        self._on_gap = on_gap
+    def __init__(self, engine: str, pool_kind: str, limits: HistoryLimits) -> None:
         self._engine = engine
         self._pool_kind = pool_kind
         self._limits = limits
         self._written_s = float("-inf")
-        self._is_first = True
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Write other limits soon. Thread: any."""
@@ -49,10 +41,6 @@ class Registration:
     def write(self, now_s: float, connection: Connection) -> None:
         """Write the row. Thread: writer."""
         now_s = time_on_host(connection, now_s)
-        if not self._is_first:
-            seen_s = connection.scalar(select(ENGINES.c.seen_at).where(ENGINES.c.name == self._engine))
-            if seen_s is None or now_s - seen_s > MAX_GAP_S:
-                self._on_gap()
         row = {
             "name": self._engine,
             "pool_kind": self._pool_kind,
@@ -65,5 +53,4 @@ class Registration:
 
     def confirm(self) -> None:
         """Note that the row is committed."""
-        self._is_first = False
         self._written_s = time.monotonic()

@@ -77,7 +77,7 @@ class Journal:
         self._history = HistoryQueue(engine, max_queued_rows)
         self._projection = SlotProjection(engine, num_recovered_slots)
         self._trimmer = HistoryTrimmer(engine, limits or HistoryLimits())
-        self._registration = Registration(engine, pool_kind, limits or HistoryLimits(), self._projection.rewrite)
+        self._registration = Registration(engine, pool_kind, limits or HistoryLimits())
         self._source: Inventory | None = None
         self.thread = WatchedThread("kvferry-journal", self._run, "history and slots are not written")
         self._wake = threading.Event()

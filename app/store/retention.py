@@ -21,7 +21,7 @@ BATCHES_PER_STEP = 8
 PASS_INTERVAL_S = 60.0
 DAY_S = 86400.0
 LOST_S = DAY_S
-"""Time after the last heartbeat from which the slots of a pool that ended with its process are deleted."""
+"""Time after the last heartbeat from which the rows of slots of a pool that ended with its process are deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,6 @@ class SlotProjection:
         self._engine = engine
         self._pending: dict[int, dict[str, Any] | None] = {}
         """Rows to be written by slot, None for slots without a block."""
-        self._must_rewrite = False
-        self._rewriting: Iterator[SlotRows] | None = None
-        """The rows of all slots, as far as they are not read again."""
         self.rejected_rows = 0
         self._min_epoch = 0
         self._wipe: int | None = num_recovered_slots
@@ -69,10 +66,6 @@ class SlotProjection:
     def drop_before(self, epoch: int) -> None:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
         self._min_epoch = max(self._min_epoch, epoch)
-
-    def rewrite(self) -> None:
-        """Have the rows of all slots written again by later steps."""
-        self._must_rewrite = True
 
     @property
     def is_up_to_date(self) -> bool:
@@ -106,7 +99,7 @@ class SlotProjection:
     def confirm(self, written: WrittenSlots) -> bool:
         """Note that a transaction is committed; return whether more waits."""
         # More rows may have changed than were copied, all of which wait for the rows of lost slots to be deleted.
-        is_partial = self._wipe is not None or self._must_rewrite or len(written.slots) > MAX_ROWS - BATCH_ROWS
+        is_partial = self._wipe is not None or len(written.slots) > MAX_ROWS - BATCH_ROWS
         self._wipe, self._sweep = written.wipe, written.sweep
         for slot in written.slots:
             del self._pending[slot]
@@ -115,21 +108,11 @@ class SlotProjection:
 
     def _read(self, source: Inventory) -> bool:
         """Add changed rows to those pending; return False without any."""
-        rows = self._next_rows(source)
+        rows = source.dirty_rows(BATCH_ROWS)
         if rows is None:
             return False
         self._pending.update(_parameters(self._engine, rows))
         return True
-
-    def _next_rows(self, source: Inventory) -> SlotRows | None:
-        """Copy a batch of changed rows, or during a rewrite of all rows."""
-        if self._must_rewrite:
-            self._must_rewrite, self._rewriting = False, source.all_rows()
-        rows = None if self._rewriting is None else next(self._rewriting, None)
-        if rows is None:
-            self._rewriting = None
-            rows = source.dirty_rows(BATCH_ROWS)
-        return rows
 
     def _delete_some(self, connection: Connection, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""

@@ -71,7 +71,12 @@ class CallThreads:
             if self._queue.qsize() >= MAX_QUEUED:
                 raise DatabaseUnavailable(f"{MAX_QUEUED:,} calls wait for the database already")
             if len(self._threads) < self._max_threads:
-                self._start_thread()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise DatabaseUnavailable(f"no thread for calls of the database: {error}") from error
+                self._threads.append(thread)
             self._queue.put((future, work))
         return future
 
@@ -83,17 +88,6 @@ class CallThreads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            # A limit on threads: one that runs takes the call later.
-            if not self._threads:
-                raise DatabaseUnavailable(f"no thread for calls of the database: {error}") from error
-        else:
-            self._threads.append(thread)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:

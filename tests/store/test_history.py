@@ -141,19 +141,6 @@ def test_engine_whose_clock_is_ahead_keeps_what_others_have(postgres_url: str) -
         assert live.close(DEADLINE_S)
 
 
-def test_engine_that_others_held_to_be_lost_writes_its_rows_again(where: Where) -> None:
-    store, manager = open_store(where, 3000)
-    store.start(Inventory(manager))
-    fill(manager, range(2500))
-    assert store.journal.flush(DEADLINE_S)
-    execute(where, "DELETE FROM slots", "UPDATE engines SET seen_at = seen_at - 2 * 86400")
-    # Also has the next heartbeat written at once.
-    store.set_limits(HistoryLimits())
-    assert store.journal.flush(DEADLINE_S)
-    assert in_file(where) == in_memory(manager) != {}
-    assert store.close(DEADLINE_S)
-
-
 def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store, _ = open_store(where, limits=HistoryLimits(audit_rows=5, audit_days=1))
     for number in range(12):
