@@ -114,20 +114,6 @@ def test_readiness_when_its_check_hangs_has_that_reason(fresh: Service, client: 
     assert client.get("/readyz").json() == READY
 
 
-def test_metrics_when_scraped_at_once_are_encoded_once(fresh: Service, client: httpx.Client) -> None:
-    async def scrape() -> set[bytes]:
-        probes = Probes(fresh.context)
-        scrapes = [asyncio.create_task(probes.metrics("")) for _ in range(8)]
-        await asyncio.sleep(0)
-        fresh.may_answer.set()
-        return {text for _, text in await asyncio.gather(*scrapes)}
-
-    fresh.may_answer.clear()
-    assert len(asyncio.run(scrape())) == 1
-    fresh.degraded.append("tier disk: the disk is full")
-    assert readiness_metrics(client) == (1, 0, 1)
-
-
 def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
     for number in range(4):
         fresh.engine.answer(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))

@@ -55,7 +55,6 @@ class Probes:
         # Not the common threads, which may all be busy. One check at a time, also while one hangs.
         self._threads = anyio.CapacityLimiter(1)
         self._check: asyncio.Task[Readiness] | None = None
-        self._encoded: tuple[asyncio.Task[Readiness] | None, str, bytes] = None, "", b""
         self._counts = ReadinessCounts()
         self._registry = build_registry(context, __version__, lambda: self._counts)
 
@@ -80,12 +79,8 @@ class Probes:
         except (ValueError, TypeError):
             # The library compares parts of the header's version with numbers.
             encode, content_type = choose_encoder("")
-        check = self._check
-        # Scrapes that waited for the same check arrived before it ended, and share one encoding.
-        if check is None or not check.done() or self._encoded[:2] != (check, content_type):
-            self._counts = ReadinessCounts(readiness.ready, len(readiness.reasons), len(readiness.degraded))
-            self._encoded = check, content_type, encode(self._registry)
-        return self._encoded[1:]
+        self._counts = ReadinessCounts(readiness.ready, len(readiness.reasons), len(readiness.degraded))
+        return content_type, encode(self._registry)
 
 
 AppProbes = Annotated[Probes, from_app("probes")]
