@@ -96,7 +96,6 @@ def create_app(context: AdminContext) -> FastAPI:
     app.state.searches = reset.Searches()
     app.state.query_threads = lookup.QueryThreads()
     app.state.stats_streams = Streams(context.closing, tokens.is_valid, stats.MAX_STREAMS)
-    app.state.stats_events = stats.StatsEvents(context)
     app.state.event_streams = Streams(context.closing, tokens.is_valid, events.MAX_WATCHERS)
     for router in _ROUTERS:
         app.routes.extend(router.routes)

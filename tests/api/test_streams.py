@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 from collections.abc import AsyncGenerator, Iterator
@@ -18,7 +17,6 @@ from sse_starlette import ServerSentEvent
 from kvferry.app.api.auth import NO_TOKEN
 from kvferry.app.api.calls import RequestIds
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.api.routes import stats as stats_module
 from kvferry.app.api.sse import MustEnd, Streams
 from tests.harness.http_server import ClosingFlag, Running, serve
 from tests.harness.loop_service import READ, Service, start_service
@@ -34,13 +32,6 @@ def test_a_stream_needs_a_token_like_any_get(guarded: Service, url: str) -> None
         assert stranger.get(url).status_code == 401
     with guarded.client(READ) as reader, connect_sse(reader, "GET", url) as source:
         assert source.response.status_code == 200
-
-
-def test_stats_of_streams_due_together_are_taken_once(fresh: Service) -> None:
-    events = stats_module.StatsEvents(fresh.context)
-    first = events.take(10.0)
-    assert events.take(10.04) == first
-    assert json.loads(events.take(10.1))["uptime_s"] > json.loads(first)["uptime_s"]
 
 
 @pytest.mark.parametrize("url", [f"{STATS}?interval_s=60", EVENTS])

@@ -111,36 +111,6 @@ def test_recovered_slots_without_rows_are_evicted_first(tmp_path: Path) -> None:
     second.die()
 
 
-def test_row_that_another_program_changed_costs_its_own_history(tmp_path: Path) -> None:
-    changes = {
-        "stored_at": 1e300,
-        "last_hit_at": 1e18,
-        "request": 7,
-        "tenant": "no digest",
-        "aliases": '[["a"]]',
-        "priority": "urgent",
-        "session": "x" * 257,
-    }
-    first = Engine(tmp_path)
-    first.put(list(range(len(changes) + 1)), "r", 10.0)
-    first.die()
-    with closing(sqlite3.connect(tmp_path / "e.db")) as database:
-        for number, (column, value) in enumerate(changes.items()):
-            database.execute(f"UPDATE slots SET {column} = ? WHERE key = ?", (value, key_of(number).hex()))
-        database.commit()
-    second = Engine(tmp_path)
-    assert second.started.known == len(changes) + 1
-    rows = Inventory(second.manager).list_blocks(0, NUM_SLOTS)
-    origins = {int.from_bytes(key[:-1], "big"): origin for key, origin in zip(rows.keys, rows.origins, strict=True)}
-    unknown, whole = RequestIdentity(""), RequestIdentity("r", TENANT)
-    # SQLite makes text of a number in a column of texts.
-    assert [origins[number] for number in range(len(changes) + 1)] == [
-        *(whole, whole, RequestIdentity("7", TENANT), unknown, unknown, unknown, unknown, whole)
-    ]
-    assert max(rows.records["stored_s"].max(), rows.records["hit_s"].max()) <= time.time()
-    second.die()
-
-
 def test_account_of_a_start_has_every_slot_of_the_file(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     assert (first.started.slots, str(first.started)) == (

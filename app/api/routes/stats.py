@@ -54,8 +54,6 @@ CHANGES_TIMEOUT_S = 2.0
 """Charts are shown without operators' changes rather than late."""
 MAX_STREAMS = 32
 MIN_INTERVAL_S = 0.1
-SHARED_S = MIN_INTERVAL_S / 2
-"""Short enough that no stream gets a snapshot twice."""
 
 TierStats = make_dataclass(
     "TierStats",
@@ -252,23 +250,7 @@ def _history_response(interval_s: int, rows: Sequence[Row], marks: Sequence[tupl
     return Response(to_json(content), media_type="application/json")
 
 
-class StatsEvents:
-    """Events of all streams of stats: one snapshot serves those that are due within `SHARED_S`."""
-
-    def __init__(self, context: AdminContext) -> None:
-        self._context = context
-        self._taken_s = float("-inf")
-        self._json = ""
-
-    def take(self, now_s: float) -> str:
-        """Return the counters as JSON. `now_s` is of the monotonic clock."""
-        if now_s - self._taken_s >= SHARED_S:
-            self._json = take_stats(self._context, time.time()).model_dump_json()
-            self._taken_s = now_s
-        return self._json
-
-
-async def _follow(events: StatsEvents, interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
+async def _follow(context: AdminContext, interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while not must_end():
@@ -276,7 +258,7 @@ async def _follow(events: StatsEvents, interval_s: float, must_end: MustEnd) -> 
         if wait_s > 0:
             await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
             continue
-        yield ServerSentEvent(events.take(loop.time()))
+        yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
         # A slow client receives fewer events, not outdated ones.
         due_s = max(due_s + interval_s, loop.time())
 
@@ -288,7 +270,7 @@ async def _follow(events: StatsEvents, interval_s: float, must_end: MustEnd) -> 
     responses=STREAM_RESPONSES,
 )
 async def stream_stats(
-    events: Annotated[StatsEvents, from_app("stats_events")],
+    context: Context,
     streams: Annotated[Streams, from_app("stats_streams")],
     token: Caller,
     interval_s: Annotated[
@@ -297,4 +279,4 @@ async def stream_stats(
     max_events: MaxEvents = None,
 ) -> EventSourceResponse:
     """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
-    return streams.open(token, partial(_follow, events, interval_s), max_events)
+    return streams.open(token, partial(_follow, context, interval_s), max_events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from heapq import nsmallest
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -62,19 +62,32 @@ class TenantView(BaseModel):
 _REFUSALS: Responses = {409: {"description": f"{MAX_LIMITS:,} tenants have limits already"}}
 
 
-def _views(context: AdminContext, used: Sequence[tuple[str | None, int]]) -> list[dict[str, Any]]:
-    """Return tenants as JSON values, given the bytes that they have in the pool."""
+def _views(context: AdminContext, used: Sequence[tuple[str | None, int]]) -> list[TenantView]:
+    """Return tenants, given the bytes that they have in the pool."""
     scheduler, limits = context.scheduler, context.tenants.limits
     with scheduler.manager.lock:
         counts = scheduler.tenants.copies(tenant for tenant, _ in used)
-    own, default_bytes = limits.own_limits(), limits.default_bytes
-    found = zip(used, counts, strict=True)
-    return [_to_json(tenant, num_bytes, own, default_bytes, one) for (tenant, num_bytes), one in found]
+    own = limits.own_limits()
+
+    def view(tenant: str | None, num_bytes: int, counted: TenantCounts) -> TenantView:
+        limit = None if tenant is None else own.get(tenant, limits.default_bytes)
+        return TenantView(
+            tenant=tenant,
+            pool_bytes=num_bytes,
+            max_pool_bytes=Sourced(
+                value="unlimited" if limit is None else limit, source="tenant" if tenant in own else "default"
+            ),
+            stored_blocks=counted.stored_blocks,
+            stored_bytes=counted.stored_bytes,
+            prompt_tokens=counted.prompt_tokens,
+        )
+
+    return [view(*place, counted) for place, counted in zip(used, counts, strict=True)]
 
 
 def _view(context: AdminContext, tenant: str) -> TenantView:
-    num_bytes = context.tenants.limits.usage_of(tenant)
-    return TenantView.model_validate(_views(context, [(tenant, num_bytes)])[0])
+    (view,) = _views(context, [(tenant, context.tenants.limits.usage_of(tenant))])
+    return view
 
 
 router = admin_router(prefix="/tenants", tags=["tenants"])
@@ -122,19 +135,3 @@ async def delete_tenant(context: Context, audit: Audited, tenant: Digest) -> Non
     if not await audit.apply(partial(context.tenants.unset_limit, tenant)):
         raise Problem(404, f"tenant {tenant} has no limit of its own")
     context.wake()
-
-
-def _to_json(
-    tenant: str | None, num_bytes: int, own: dict[str, int | None], default_bytes: int | None, counts: TenantCounts
-) -> dict[str, Any]:
-    """Return one tenant as JSON values."""
-    is_own = tenant in own
-    limit = None if tenant is None else own.get(tenant, default_bytes)
-    return {
-        "tenant": tenant,
-        "pool_bytes": num_bytes,
-        "max_pool_bytes": {"value": UNLIMITED if limit is None else limit, "source": "tenant" if is_own else "default"},
-        "stored_blocks": counts.stored_blocks,
-        "stored_bytes": counts.stored_bytes,
-        "prompt_tokens": counts.prompt_tokens,
-    }
