@@ -80,7 +80,7 @@ def create_app(context: AdminContext) -> FastAPI:
                 Auth,
                 tokens=tokens,
                 page_paths=pages.PAGE_PATHS,
-                static_paths=pages.static_paths(),
+                ui_path=pages.UI,
                 sign_in_page=pages.sign_in_page,
             ),
             Middleware(EngineCalls, max_running=settings.max_running, max_waiting=settings.max_waiting),

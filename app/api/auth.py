@@ -27,6 +27,8 @@ from kvferry.app.settings.types import tokens_of
 READ_POSTS = frozenset({"/admin/v1/lookup"})
 """Paths that the read token may also POST to, as they change nothing."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+_TOKEN_FREE_PATHS = OPEN_PATHS | {"/", "/ui"}
+"""Besides the dashboard's files, to which these lead."""
 READING = ("GET", "HEAD")
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
 _DIGEST_CHARS = 8
@@ -115,17 +117,17 @@ class Auth:
         app: ASGIApp,
         tokens: Tokens,
         page_paths: Collection[str],
-        static_paths: Collection[str],
+        ui_path: str,
         sign_in_page: Callable[[Scope, Problem], Response | None],
     ) -> None:
-        """Check `tokens`, except for `static_paths`, which have no data.
+        """Check `tokens`, except for the dashboard's files below `ui_path`, which have no data.
 
         `sign_in_page` returns the response to a browser's unauthorized navigation, if any.
         """
         self._app = app
         self._tokens = tokens
         self._page_paths = page_paths
-        self._token_free_paths = OPEN_PATHS | frozenset(static_paths)
+        self._ui_path = ui_path
         self._sign_in_page = sign_in_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +151,8 @@ class Auth:
         name = self._tokens.name_of(sent[0][7:].strip()) if _is_bearer(sent) else None
         scope["state"]["token"] = name or NO_TOKEN
         scope["state"]["authorized"] = name is not None
-        if scope["path"] in self._token_free_paths and scope["method"] in READING:
+        is_free = scope["path"] in _TOKEN_FREE_PATHS or scope["path"].startswith(self._ui_path)
+        if is_free and scope["method"] in READING:
             return None
         if name is None:
             challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if sent else "")

@@ -179,7 +179,7 @@ def _allowed_methods(request: Request) -> list[str]:
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     described = [route for route in matching if not route.param_convertors] or matching
-    return sorted(set().union(*(route.methods or () for route in described)))
+    return sorted(set().union(*(route.methods or () for route in described))) or ["GET", "HEAD"]
 
 
 async def _answer(request: Request, exc: Exception) -> Response:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
+import mimetypes
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources.abc import Traversable
-from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from kvferry.app.api.auth import READING
@@ -30,11 +29,12 @@ from kvferry.app.api.openapi import Document
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"
 _STYLE = "text/css; charset=utf-8"
-_MEDIA_TYPES = {".css": _STYLE, ".html": _HTML, ".js": _SCRIPT, ".svg": "image/svg+xml"}
+# Before Python 3.12, and on some systems, it is another one.
+mimetypes.add_type("text/javascript", ".js")
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _DOCS_ASSETS = {"swagger-ui-bundle.js": _SCRIPT, "swagger-ui.css": _STYLE}
-_UI = "/ui/"
-PAGE_PATHS = frozenset({"/", "/ui", _UI, "/docs"})
+UI = "/ui/"
+PAGE_PATHS = frozenset({"/", "/ui", UI, "/docs"})
 
 
 def _policy(script: str, style: str) -> str:
@@ -44,48 +44,15 @@ def _policy(script: str, style: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file of the dashboard."""
+class _Dashboard(StaticFiles):
+    """The dashboard's files."""
 
-    content: bytes
-    media_type: str
-    etag: str
-
-    def response(self, known_etags: str) -> Response:
-        """Return the file, or 304 for a client that has it."""
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
         # Revalidated on each use, so that the files of a page are of one version.
-        headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
-        if self.etag in known_etags:
-            return Response(status_code=304, headers=headers)
-        headers["Content-Security-Policy"] = _policy("'self'", "'self'")
-        return Response(self.content, headers=headers, media_type=self.media_type)
-
-
-def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry, f"{prefix}{entry.name}/")
-        else:
-            yield prefix + entry.name, entry
-
-
-@cache
-def _ui_files() -> dict[str, _File]:
-    """Return the files of the dashboard by path."""
-    files = {}
-    for path, entry in _walk(importlib.resources.files("kvferry.app.api").joinpath("ui"), _UI):
-        media_type = _MEDIA_TYPES.get(PurePosixPath(path).suffix)
-        if media_type is not None:
-            content = entry.read_bytes()
-            files[path] = _File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    files[_UI] = files.pop(f"{_UI}index.html")
-    return files
-
-
-def static_paths() -> frozenset[str]:
-    """Return the paths that need no token: the dashboard's files, and the redirects to them."""
-    return frozenset({"/", "/ui", *_ui_files()})
+        response.headers["Cache-Control"] = "no-cache"
+        response.headers["Content-Security-Policy"] = _policy("'self'", "'self'")
+        return response
 
 
 @cache
@@ -117,15 +84,10 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 @router.get("/ui")
 async def root() -> Response:
-    return RedirectResponse(_UI, 307)
+    return RedirectResponse(UI, 307)
 
 
-@router.get("/ui/{path:path}")
-async def ui(request: Request, path: str) -> Response:
-    file = _ui_files().get(_UI + path)
-    if file is None:
-        raise Problem(404, "the dashboard has no such file")
-    return file.response(request.headers.get("if-none-match", ""))
+router.routes.append(Mount("/ui", _Dashboard(packages=[("kvferry.app.api", "ui")], html=True)))
 
 
 @router.get("/openapi.json")
