@@ -1,27 +1,22 @@
-"""Eviction history: its queue, its rows, and their sums.
+"""Eviction history: its queue, its rows, and their summary.
 
-The queue is bounded: entries beyond it are dropped and counted. For each five minutes, reason and bucket of ages there
-is one row in `eviction_sums`, updated in the transactions that write the rows which it counts, so that a summary of ten
-million rows reads some thousand. History is trimmed from its old end only, so the sums of a span are correct if it
-began after the oldest remaining row; the spans at both ends of a window, and the oldest one, are counted row by row.
+The queue is bounded: entries beyond it are dropped and counted. A summary counts the rows of its window.
 """
 
 from __future__ import annotations
 
-import operator
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, case, func, insert, select, update
 
-from kvferry.app.store.database import Merge, clean, insert_rows, upsert, write_accepted
-from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, STATS_ROWS
+from kvferry.app.store.database import clean, insert_rows, write_accepted
+from kvferry.app.store.schema import EVICTIONS, RESETS, STATS_ROWS
 from kvferry.app.telemetry.history import Row as StatsRow
 from kvferry.core.keys import group_of
 from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
@@ -29,16 +24,6 @@ from kvferry.core.pool.events import EvictionBatch, RegretBatch, ResetEvent
 BATCH_ROWS = 2000
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Upper bounds of the buckets of ages at eviction; one more bucket is unbounded."""
-SPAN_S = 300.0
-
-_SumKey = tuple[int, str, int]
-_MERGED_SUMS: dict[str, Merge] = {
-    **dict.fromkeys(("number", "never_hit", "regretted", "age_sum"), operator.add),
-    "age_min": lambda old, new: case((new < old, new), else_=old),
-    "age_max": lambda old, new: case((new > old, new), else_=old),
-}
-"""How a sum's columns take further evictions."""
-
 
 HistoryItem = EvictionBatch | ResetEvent | RegretBatch | StatsRow
 _Write = Callable[[Connection, Sequence[Any]], None]
@@ -158,7 +143,6 @@ class HistoryQueue:
 
     def _insert_evictions(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
         insert_rows(connection, EVICTIONS, rows)
-        _add_evictions(connection, self._engine, rows)
 
     def _mark_regrets(self, time_s: float, connection: Connection, regretted: Sequence[tuple[float, str]]) -> None:
         """Mark the latest evictions at some times of these keys, one batch of evictions after another."""
@@ -178,13 +162,7 @@ class HistoryQueue:
                 .group_by(EVICTIONS.c.key)
             )
             which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))
-            marked = update(EVICTIONS).where(*which).values(regretted_at=time_s)
-            returned = connection.execute(marked.returning(EVICTIONS.c.reason, EVICTIONS.c.age_s))
-            sums: dict[_SumKey, dict[str, Any]] = {}
-            for reason, age in returned.all():
-                sum_key = (_span_of(evicted_s), reason, _bucket_of(age))
-                sums.setdefault(sum_key, _empty_sum(self._engine, sum_key, age))["regretted"] += 1
-            upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
+            connection.execute(update(EVICTIONS).where(*which).values(regretted_at=time_s))
 
 
 def _insert(table: Table, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
@@ -232,46 +210,6 @@ def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
     ]
 
 
-def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Add inserted rows of `evictions` to the sums."""
-    sums: dict[_SumKey, dict[str, Any]] = {}
-    for row in rows:
-        age_s = row["age_s"]
-        key = (_span_of(row["time"]), row["reason"], _bucket_of(age_s))
-        total = sums.get(key)
-        if total is None:
-            total = sums[key] = _empty_sum(engine, key, age_s)
-        total["number"] += 1
-        total["never_hit"] += not row["hits"]
-        total["age_sum"] += age_s
-        total["age_min"] = min(total["age_min"], age_s)
-        total["age_max"] = max(total["age_max"], age_s)
-    upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
-
-
-def _span_of(time_s: float) -> int:
-    return int(time_s // SPAN_S)
-
-
-def _bucket_of(age_s: float) -> int:
-    return bisect_left(AGE_BOUNDS_S, age_s)
-
-
-def _empty_sum(engine: str, key: _SumKey, age_s: float) -> dict[str, Any]:
-    span, reason, bucket = key
-    counts = {"number": 0, "never_hit": 0, "regretted": 0, "age_sum": 0.0, "age_min": age_s, "age_max": age_s}
-    return {"engine": engine, "span": span, "reason": reason, "bucket": bucket, **counts}
-
-
-def trim_sums(connection: Connection, engine: str) -> None:
-    """Delete the sums of spans without remaining rows."""
-    oldest_s = _oldest_s(connection, engine)
-    expired = [EVICTION_SUMS.c.engine == engine]
-    if oldest_s is not None:
-        expired.append(EVICTION_SUMS.c.span < _span_of(oldest_s))
-    connection.execute(delete(EVICTION_SUMS).where(*expired))
-
-
 @dataclass(frozen=True, slots=True)
 class AgeBucket:
     """Evictions of blocks at most `upto_s` old and older than the bucket before; null is unbounded."""
@@ -307,26 +245,20 @@ class EvictionSummary:
 
 def summarize(connection: Connection, engine: str, since_s: float | None, until_s: float | None) -> EvictionSummary:
     """Return counts by reason, ages at eviction and the rate of regrets, within a window, on one snapshot."""
-    oldest_s = _oldest_s(connection, engine)
-    groups: list[Row[Any]] = []
-    if oldest_s is not None:
-        start_s = oldest_s if since_s is None else max(since_s, oldest_s)
-        # The first and last of the spans that are counted by their sums, the last one excluded.
-        first = _span_of(start_s) + 1
-        last = None if until_s is None else _span_of(until_s)
-        # Each edge has one bound per side: of two, a database may choose the wider one for its plan.
-        if last is not None and last <= first:
-            edges = [(since_s, until_s)]
-        else:
-            edges = [(since_s, first * SPAN_S)]
-            spans = [EVICTION_SUMS.c.engine == engine, EVICTION_SUMS.c.span >= first]
-            if last is not None:
-                edges.append((last * SPAN_S, until_s))
-                spans.append(EVICTION_SUMS.c.span < last)
-            groups += connection.execute(_sum_of_sums(*spans)).all()
-        for edge in edges:
-            rows = _sum_of_rows(EVICTIONS.c.engine == engine, *in_window(EVICTIONS.c.time, *edge))
-            groups += connection.execute(rows).all()
+    row = EVICTIONS.c
+    steps = [(row.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
+    bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
+    sums = {
+        "number": func.count(),
+        "regretted": func.count(row.regretted_at),
+        "never_hit": func.sum(case((row.hits == 0, 1), else_=0)),
+        "age_min": func.min(row.age_s),
+        "age_sum": func.sum(row.age_s),
+        "age_max": func.max(row.age_s),
+    }
+    window = in_window(row.time, since_s, until_s)
+    grouped = select(row.reason, bucket, *(value.label(name) for name, value in sums.items()))
+    groups = connection.execute(grouped.where(row.engine == engine, *window).group_by(row.reason, bucket)).all()
     resets = select(func.count(), func.coalesce(func.sum(RESETS.c.dropped), 0)).where(
         RESETS.c.engine == engine, *in_window(RESETS.c.time, since_s, until_s)
     )
@@ -342,46 +274,6 @@ def in_window(column: Any, since_s: float | None, until_s: float | None) -> list
     if until_s is not None:
         conditions.append(column < until_s)
     return conditions
-
-
-def _oldest_s(connection: Connection, engine: str) -> float | None:
-    # Not every database reads a filtered `min` from the index.
-    first = select(EVICTIONS.c.time).where(EVICTIONS.c.engine == engine)
-    return connection.scalar(first.order_by(EVICTIONS.c.time, EVICTIONS.c.id).limit(1))
-
-
-def _sum_of_rows(*conditions: ColumnElement[bool]) -> Select[Any]:
-    row = EVICTIONS.c
-    steps = [(row.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
-    sums = {
-        "number": func.count(),
-        "regretted": func.count(row.regretted_at),
-        "never_hit": func.sum(case((row.hits == 0, 1), else_=0)),
-        "age_min": func.min(row.age_s),
-        "age_sum": func.sum(row.age_s),
-        "age_max": func.max(row.age_s),
-    }
-    bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
-    return _grouped(row.reason, bucket, sums, conditions)
-
-
-def _sum_of_sums(*conditions: ColumnElement[bool]) -> Select[Any]:
-    row = EVICTION_SUMS.c
-    sums: dict[str, ColumnElement[Any]] = {
-        name: func.sum(row[name]) for name in ("number", "regretted", "never_hit", "age_sum")
-    }
-    sums |= {"age_min": func.min(row.age_min), "age_max": func.max(row.age_max)}
-    return _grouped(row.reason, row.bucket, sums, conditions)
-
-
-def _grouped(
-    reason: ColumnElement[str],
-    bucket: ColumnElement[int],
-    sums: Mapping[str, ColumnElement[Any]],
-    conditions: Iterable[ColumnElement[bool]],
-) -> Select[Any]:
-    labeled = [value.label(name) for name, value in sums.items()]
-    return select(reason, bucket, *labeled).where(*conditions).group_by(reason, bucket)
 
 
 def _add_up(groups: Sequence[Row[Any]], num_resets: int, reset_blocks: int) -> EvictionSummary:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Column, Connection, Row, Table, delete, exists, func, select
+from sqlalchemy import Column, Row, Table, delete, exists, func, select
 
 from kvferry.app.store.database import Database, time_on_host
-from kvferry.app.store.history import trim_sums
 from kvferry.app.store.schema import ALIVE_S, AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS, SLOTS, STATS_ROWS
 
 BATCH_ROWS = 1000
@@ -148,13 +147,7 @@ class HistoryTrimmer:
             return False
         # Rows that another engine is deleting are not waited for. SQLite has one writer.
         free = select(number).where(own, number.in_(numbers)).with_for_update(skip_locked=True)
-
-        def trim(connection: Connection) -> None:
-            connection.execute(delete(table).where(own, number.in_(free)))
-            if table is EVICTIONS:
-                trim_sums(connection, task.engine)
-
-        database.write(trim)
+        database.write(lambda connection: connection.execute(delete(table).where(own, number.in_(free))).rowcount)
         return True
 
     def _delete_expired_overrides(self, database: Database, now_s: float) -> bool:

@@ -105,22 +105,6 @@ EVICTIONS = Table(
 )
 """A block that left the pool, the reason, and whether it was requested again."""
 
-EVICTION_SUMS = Table(
-    "eviction_sums",
-    METADATA,
-    Column("engine", Text, primary_key=True),
-    Column("span", BigInteger, primary_key=True, autoincrement=False),
-    Column("reason", Text, primary_key=True),
-    Column("bucket", BigInteger, primary_key=True, autoincrement=False),
-    _required("number", BigInteger),
-    _required("never_hit", BigInteger),
-    _required("regretted", BigInteger),
-    _required("age_min", Double),
-    _required("age_sum", Double),
-    _required("age_max", Double),
-)
-"""Sums of evictions by reason and bucket of ages, for each five minutes: `span` is their number since 1970."""
-
 RESETS = Table(
     "resets",
     METADATA,

@@ -66,7 +66,7 @@ def test_services_started_at_once_on_an_empty_database_serve(tmp_path: Path, url
         starts = [engine(tmp_path, name, url, engine="none", pool_bytes="8MiB") for name in names]
         services = list(threads.map(lambda start: running.enter_context(start), starts))
         wait_until(lambda: engines(url) == dict.fromkeys(names, "alive"), "all have registered")
-        assert shell(url, "SELECT version_num FROM alembic_version") == [("0014",)]
+        assert shell(url, "SELECT version_num FROM alembic_version") == [("0015",)]
         assert services[0].stop() == 0
         wait_until(lambda: engines(url)[names[0]] == "ended", "it has ended cleanly")
 
@@ -91,9 +91,7 @@ def test_service_killed_while_it_writes_hinders_no_other(tmp_path: Path, url: st
             assert lives.stats()["journal"]["written"] > 0
             assert lives.get("/readyz")["degraded"] == []
         with engine(tmp_path, "killed", url):
-            sums = shell(url, "SELECT engine, sum(number) FROM eviction_sums GROUP BY engine ORDER BY engine")
-            rows = shell(url, "SELECT engine, count(*) FROM evictions GROUP BY engine ORDER BY engine")
-            assert sums == rows, "a transaction is written as a whole or not at all"
+            wait_until(lambda: engines(url)["killed"] == "alive", "it writes again")
 
 
 def test_services_when_the_database_is_restarted_catch_up(tmp_path: Path, url: str, server: Server) -> None:

@@ -26,7 +26,7 @@ from tests.service.test_restart import BLOCKS, PROMPTS, SETTINGS, kill, warm_up
 pytestmark = pytest.mark.long
 
 ADDED = "migrations/versions/0009_tenant_limits.py"
-OLD_SCHEMA, NEW_SCHEMA = "0008", "0014"
+OLD_SCHEMA, NEW_SCHEMA = "0008", "0015"
 RULE = {"match": {"tenant": "0123456789abcdef"}, "policy": {"store": False}}
 
 

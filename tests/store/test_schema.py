@@ -83,7 +83,7 @@ def test_migrations_go_up_over_data(where: Where) -> None:
     assert made_by_migrations(where)[1] == set()
     assert content() == before
     again = upgrade(url_of(where))
-    assert (again.before, again.after) == ("0001", "0014")
+    assert (again.before, again.after) == ("0001", "0015")
     assert upgrade(url_of(where)) == upgrade(url_of(where))
     assert content() == before
     assert in_file(where) == truth
@@ -99,7 +99,7 @@ def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> No
     path = tmp_path / "new %41 folder" / "deep" / "kvferry.db"
     # As an interpreter that is started in the folder has its path.
     done = run_script(f"import sys; sys.path.insert(0, '')\n{UPGRADING}", url_of(path), cwd=elsewhere)
-    assert done.stdout.strip() == "0014", done.stderr
+    assert done.stdout.strip() == "0015", done.stderr
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
     assert shell(path, "PRAGMA journal_mode") == [("wal",)]
@@ -107,7 +107,7 @@ def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> No
 
 def test_two_processes_may_upgrade_at_once(where: Where) -> None:
     with running_script(UPGRADING, url_of(where)) as (_, one), running_script(UPGRADING, url_of(where)) as (_, two):
-        assert (one.read().strip(), two.read().strip()) == ("0014", "0014")
+        assert (one.read().strip(), two.read().strip()) == ("0015", "0015")
 
 
 def test_readable_views_work_in_the_sqlite_shell(path: Path) -> None:
@@ -214,4 +214,4 @@ def test_a_database_locked_at_start_refuses_to_start(path: Path) -> None:
     upgrade(url_of(path))
     with held_exclusively(path), pytest.raises(StoreError, match="locked"):
         upgrade(url_of(path), SHORT_WAITS)
-    assert upgrade(url_of(path)).before == "0014"
+    assert upgrade(url_of(path)).before == "0015"

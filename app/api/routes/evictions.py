@@ -16,6 +16,9 @@ from kvferry.app.common.times import Moment
 from kvferry.app.store import EvictionFilter, EvictionSummary, MetadataStore, Page
 from kvferry.core.stats import EvictionReason
 
+SUMMARY_TIMEOUT_S = 60.0
+"""SQLite counts a million rows in one or two seconds."""
+
 
 class Eviction(BaseModel):
     """A block that left the pool. `age_s` counts from when it was stored, `idle_s` from when it was last used."""
@@ -81,4 +84,4 @@ async def list_evictions(context: Context, query: Annotated[EvictionQuery, Query
 async def summarize_evictions(context: Context, window: Annotated[Window, Query()]) -> EvictionSummary:
     """Counts by reason, ages at eviction, and the rate of regretted evictions."""
     store = context.store
-    return await store.threads.run(partial(store.reader.eviction_summary, *_unix_s(window)))
+    return await store.threads.run(partial(store.reader.eviction_summary, *_unix_s(window)), SUMMARY_TIMEOUT_S)
