@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import NO_TOKEN
 from kvferry.app.operations.policy_json import is_digest_glob
-from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import AuditEntry, Change, DatabaseUnavailable, MetadataStore, database_only
@@ -110,21 +109,11 @@ class Audit:
     def __init__(self, app: ASGIApp, store: MetadataStore, settings: LiveSettings, logged_only: LoggedOnly) -> None:
         """Mask the secrets in `settings`."""
         self._app = app
-        self._settings = settings
-        self._masked: Settings | None = None
+        self.settings = settings
         self.logged_only = logged_only
         self.store = store
-        self._mask = NO_SECRETS
         self._minute = 0
         self._unknown_callers = 0
-
-    @property
-    def mask(self) -> SecretMask:
-        """Mask of the secrets in the current settings."""
-        settings = self._settings.current
-        if settings is not self._masked:
-            self._masked, self._mask = settings, SecretMask.of(settings)
-        return self._mask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_audited = (
@@ -227,7 +216,7 @@ class AuditedCall:
 
     def _entry(self, status: int | None = None) -> AuditEntry:
         """Return the record with secret values masked; without a status the call is under way."""
-        mask, state = self._audit.mask, self.scope["state"]
+        mask, state = SecretMask.of(self._audit.settings.current), self.scope["state"]
         client = self.scope.get("client")
         # No other query changes what a call does, and a client may send secrets in one.
         query = "?dry_run=true" if self.is_dry_run else ""

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.calls import header_values
 from kvferry.app.api.errors import ENGINE_PREFIX, Problem, method_not_allowed
-from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.settings.types import tokens_of
 
@@ -62,15 +61,16 @@ class Tokens:
 
     def __init__(self, settings: LiveSettings) -> None:
         self._settings = settings
-        self._read_from: Settings | None = None
-        self._names: dict[bytes, TokenName] = {}
 
-    def names(self) -> Mapping[bytes, TokenName]:
+    def names(self) -> dict[bytes, TokenName]:
         """Return the name of each token."""
         settings = self._settings.current
-        if settings is not self._read_from:
-            self._read_from, self._names = settings, _named_tokens(settings)
-        return self._names
+        given = ((TokenKind.ADMIN, settings.admin_token), (TokenKind.READ, settings.read_token))
+        return {
+            _bytes(token): TokenName(kind, hashlib.sha256(_bytes(token)).hexdigest()[:_DIGEST_CHARS])
+            for kind, secret in given
+            for token in tokens_of(secret)
+        }
 
     @property
     def any_set(self) -> bool:
@@ -94,15 +94,6 @@ async def _caller(request: Request) -> TokenName:
 
 Caller = Annotated[TokenName, Depends(_caller)]
 """The token of a call, as a parameter of a route."""
-
-
-def _named_tokens(settings: Settings) -> dict[bytes, TokenName]:
-    given = ((TokenKind.ADMIN, settings.admin_token), (TokenKind.READ, settings.read_token))
-    return {
-        _bytes(token): TokenName(kind, hashlib.sha256(_bytes(token)).hexdigest()[:_DIGEST_CHARS])
-        for kind, secret in given
-        for token in tokens_of(secret)
-    }
 
 
 def _bytes(token: str) -> bytes:

@@ -33,8 +33,6 @@ from kvferry.app.api.errors import (
 from kvferry.app.common.call_errors import FieldError
 
 ADMIN_PREFIX = "/admin/v1"
-_MAX_QUERY_ERRORS = 10
-_MAX_QUERY_NAME_CHARS = 100
 MAX_ID_CHARS = 512
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 MAX_BODY_BYTES = 16 << 20
@@ -323,14 +321,14 @@ async def check_query(request: Request) -> None:
     names = f"this call has {', '.join(sorted(known))}" if known else "this call has none"
     errors = [
         FieldError(
-            field=name[:_MAX_QUERY_NAME_CHARS],
+            field=name,
             message="must not be repeated" if name in known else f"there is no such query parameter; {names}",
         )
         for name, count in sent.items()
         if name not in known or (count > 1 and not known[name])
     ]
     if errors:
-        raise invalid_fields(errors[:_MAX_QUERY_ERRORS])
+        raise invalid_fields(errors)
 
 
 def _parameters(route: Any) -> Iterator[tuple[str, bool]]:

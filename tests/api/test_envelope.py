@@ -227,9 +227,3 @@ def test_query_parameter_that_a_call_does_not_have_is_refused(
     (error,) = answer.json()["errors"]
     assert error["field"] == field
     assert message in error["message"]
-
-
-def test_refused_query_parameters_are_named_up_to_a_limit(api: httpx.Client) -> None:
-    answer = api.get("/admin/v1/stats?" + "&".join(f"{'n' * 500}{number}=1" for number in range(50)))
-    assert answer.status_code == 422
-    assert len(answer.content) < 10_000

@@ -1,24 +1,18 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from threading import Event
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 
-from kvferry.app.api.app import create_app
 from kvferry.app.engines.embedded.api import completions_router
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.settings import Settings
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
-from tests.harness.http_server import serve
 from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.service_process import ROOT
-from tests.harness.waiting import DEADLINE_S
 
 CONTRACT = {
     "/healthz": "GET",
@@ -193,33 +187,3 @@ def test_the_root_leads_to_the_dashboard(api: httpx.Client, guarded: Service) ->
     assert (answer.status_code, answer.headers["Location"]) == (307, "/ui/")
     with guarded.client(READ) as reader, guarded.client(ADMIN) as admin:
         assert reader.get("/ui/").status_code == admin.get("/ui/").status_code == 200
-
-
-class SlowDescription(dict[str, Any]):
-    """Part of a document; building waits for it until `may_end` is set."""
-
-    def __init__(self) -> None:
-        super().__init__({"x-test": "slow"})
-        self.is_read, self.may_end = Event(), Event()
-
-    def items(self) -> Any:
-        self.is_read.set()
-        assert self.may_end.wait(DEADLINE_S)
-        return super().items()
-
-
-def test_document_while_it_is_built_holds_up_no_other_call(service: Service) -> None:
-    description, router = SlowDescription(), APIRouter()
-    router.get("/v1/slow", openapi_extra=description)(lambda: None)
-    app = create_app(replace(service.context, engine_router=router))
-    with serve(app) as running, running.client() as client, ThreadPoolExecutor(2) as threads:
-        client.headers["Authorization"] = f"Bearer {ADMIN}"
-        try:
-            answers = [threads.submit(client.get, "/openapi.json") for _ in range(2)]
-            assert description.is_read.wait(DEADLINE_S)
-            assert client.get("/healthz", timeout=10).status_code == 200
-        finally:
-            description.may_end.set()
-        for answer in answers:
-            assert answer.result().headers["Content-Type"] == "application/json"
-            assert answer.result().json()["paths"]["/v1/slow"]["get"]["x-test"] == "slow"
