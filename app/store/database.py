@@ -274,8 +274,6 @@ class Database:
         self._writes = CallThreads("kvferry-writer", 1)
         self._writer: Engine | None = None
         self._reader: Engine | None = None
-        self.written_s = 0.0
-        """Time of the last commit on the monotonic clock."""
 
     def open(self) -> Upgrade:
         """Create what is missing and migrate the schema to this version. Raises `StoreError`."""
@@ -341,7 +339,6 @@ class Database:
                     failure = diagnose(error)
                     raise OutcomeUnknown(f"{failure.text}, during a commit", failure.cause) from error
                 raise
-        self.written_s = time.monotonic()
         return apply()
 
     @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from kvferry.app.common.threads import WatchedThread
 from kvferry.app.store.database import Database
@@ -35,7 +35,6 @@ from kvferry.core.pool.inventory import Inventory
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 100_000
-PROBE_INTERVAL_S = 1.0
 SLOW_WRITE_S = 10.0
 LOG_INTERVAL_S = 60.0
 
@@ -194,7 +193,6 @@ class Journal:
             ("slots", partial(self._projection.prepare, self._source)),
             ("writing", self._write),
             ("trimming", self._trim),
-            ("probe", self._probe),
         ]
         backoff_s = self._waits.round_s
         while not self.thread.closing.is_set():
@@ -293,10 +291,4 @@ class Journal:
         self._claimed_s = time.monotonic()
 
     def _trim(self) -> bool:
-        return self._trimmer.step(self._database, self._clock(), self._history.written_rows)
-
-    def _probe(self) -> None:
-        """Take the write lock when there was nothing to write, to notice a database that cannot be written."""
-        if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
-            # PostgreSQL's driver sends nothing for an empty transaction.
-            self._database.write(lambda connection: connection.scalar(select(1)))
+        return self._trimmer.step(self._database, self._clock())

@@ -60,7 +60,7 @@ class HistoryTrimmer:
 
     Each engine deletes its own rows. Those of engines that are not alive are held to the limits that they registered,
     by the first of those that are: engines that delete the same rows would wait for each other. Between passes, history
-    may exceed its limit of rows by a twentieth.
+    may exceed its limit of rows.
     """
 
     def __init__(self, engine: str, limits: HistoryLimits) -> None:
@@ -70,30 +70,18 @@ class HistoryTrimmer:
         """What is left of a pass: each call deletes a batch, and returns whether more may be left."""
         self._next_pass_s = 0.0
         """On the monotonic clock."""
-        self._rows_at_pass = 0
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits from the next pass on."""
         self._limits = limits
         self._next_pass_s = 0.0
 
-    def step(self, database: Database, now_s: float, written_rows: int) -> bool:
-        """Delete some rows if a pass is due.
-
-        Args:
-            database: where to delete.
-            now_s: Unix time.
-            written_rows: rows of history written so far by this process.
-
-        Returns:
-            Whether more rows are to be deleted.
-        """
-        grown = written_rows - self._rows_at_pass > self._limits.eviction_rows // 20
-        if not self._tasks and (time.monotonic() >= self._next_pass_s or grown):
+    def step(self, database: Database, now_s: float) -> bool:
+        """Delete some rows if a pass is due at the Unix time `now_s`; return whether more are to be deleted."""
+        if not self._tasks and time.monotonic() >= self._next_pass_s:
             trims = [partial(self._trim, database, task) for task in self._plan(database, now_s)]
             self._tasks.extend([partial(self._delete_expired_overrides, database, now_s), *trims])
             self._next_pass_s = time.monotonic() + PASS_INTERVAL_S
-            self._rows_at_pass = written_rows
         for _ in range(BATCHES_PER_STEP):
             if self._tasks and not self._tasks[0]():
                 self._tasks.popleft()
