@@ -122,7 +122,9 @@ class ValueStore:
         return time.monotonic() < self._full_until_s
 
     def _set_full(self) -> None:
-        self._limited_log.log(logging.WARNING, "full", "tier %s: %s", self._name, self.full)
+        self._limited_log.log(
+            logging.WARNING, "full", "tier %s: full, and new blocks are not kept: %s", self._name, self.full
+        )
         self._full_until_s = time.monotonic() + FULL_S
 
     def size(self) -> TierCounts:
