@@ -90,7 +90,7 @@ def create_app(context: AdminContext) -> FastAPI:
     )
     install_error_handlers(app)
     app.state.context = context
-    app.state.openapi = Document(app, tokens.any_set)
+    app.state.openapi = Document(app, tokens.any_set, lambda: context.scheduler.tiers.names)
     app.state.logged_only = logged_only
     app.state.probes = health.Probes(context)
     app.state.searches = reset.Searches()

@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.errors import (
-    ANY_PROBLEM,
     ENGINE_PREFIX,
     UNREADABLE_JSON,
     Problem,
@@ -274,7 +273,14 @@ class RawPaths:
 
 
 def _decode_id(
-    id: Annotated[str, Path(description="the id, percent-encoded; slashes need no encoding")],  # noqa: A002
+    id: Annotated[  # noqa: A002
+        str,
+        Path(
+            description="the id, percent-encoded; slashes need no encoding",
+            # Not validated here, since the path is still percent-encoded.
+            json_schema_extra={"minLength": 1, "maxLength": MAX_ID_CHARS, "pattern": f"^{_PRINTABLE}+$"},
+        ),
+    ],
 ) -> str:
     try:
         request_id = unquote(id, errors="strict")
@@ -294,9 +300,7 @@ def admin_router(prefix: str = "", tags: list[str | Enum] | None = None) -> APIR
     Prefix and dependency stand here since `include_router` makes each route anew, for every service. Access needs no
     dependency: the middleware `Auth` has checked it by the method, and lets the read token `GET`.
     """
-    return APIRouter(
-        prefix=ADMIN_PREFIX + prefix, tags=tags, dependencies=[Depends(check_query)], responses=ANY_PROBLEM
-    )
+    return APIRouter(prefix=ADMIN_PREFIX + prefix, tags=tags, dependencies=[Depends(check_query)])
 
 
 def from_app(name: str) -> Any:

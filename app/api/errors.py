@@ -26,8 +26,6 @@ RETRY_AFTER_S = 1
 Responses = dict[int | str, dict[str, Any]]
 """Descriptions of the responses of a route, by status."""
 NO_DATABASE: Responses = {503: {"description": "The metadata store does not answer"}}
-ANY_PROBLEM: Responses = {"default": {"description": "A problem document"}}
-"""Of all routes of the admin API; those with a meaning of their own are described at their routes."""
 _URN = "urn:kvferry:problem:"
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 

@@ -121,9 +121,17 @@ RuleName = Annotated[
     StringConstraints(pattern=RULE_NAME_PATTERN),
     Field(description="1 to 64 letters, digits, '.', '_' or '-'", examples=["batch-jobs"]),
 ]
-NewRuleName = Annotated[RuleName, AfterValidator(_validate_new_name)]
+NewRuleName = Annotated[
+    RuleName,
+    Field(json_schema_extra={"not": {"const": RESERVED_RULE_NAME}}),
+    AfterValidator(_validate_new_name),
+]
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
-DigestGlob = Annotated[Glob, AfterValidator(_validate_digest_glob)]
+DigestGlob = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_GLOB_CHARS, json_schema_extra={"pattern": f"^{_DIGEST_GLOB.pattern}$"}),
+    AfterValidator(_validate_digest_glob),
+]
 CacheSalt = Annotated[SecretStr, Field(min_length=1, max_length=MAX_SALT_CHARS), AfterValidator(_validate_salt)]
 Length = Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(whole)]
 Number = Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), BeforeValidator(whole)]
@@ -250,7 +258,16 @@ def policy_to_json(effective: EffectivePolicy) -> dict[str, dict[str, Any]]:
 class TenantMatch(BaseModel):
     """Conditions of which at most one names a tenant."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "not": {
+                "required": ["tenant", "cache_salt"],
+                "properties": {"tenant": {"type": "string"}, "cache_salt": {"type": "string"}},
+            }
+        },
+    )
     tenant: DigestGlob | None = Field(
         default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
     )

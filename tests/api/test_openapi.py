@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -15,11 +16,11 @@ from tests.harness.loop_service import ADMIN, READ, Service
 from tests.harness.service_process import ROOT
 
 CONTRACT = {
-    "/healthz": "GET",
-    "/readyz": "GET",
-    "/health": "GET",
-    "/version": "GET",
-    "/metrics": "GET",
+    "/healthz": "GET, HEAD",
+    "/readyz": "GET, HEAD",
+    "/health": "GET, HEAD",
+    "/version": "GET, HEAD",
+    "/metrics": "GET, HEAD",
     "/admin/v1/stats": "GET",
     "/admin/v1/stats/stream": "GET",
     "/admin/v1/stats/causes": "GET",
@@ -80,18 +81,34 @@ def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> No
 
 
 def test_every_operation_has_a_summary_and_responses(document: dict[str, Any]) -> None:
-    ours = [(path, operation) for _, path, operation in operations(document) if not path.startswith("/v1/")]
+    ours = [(method, path, op) for method, path, op in operations(document) if not path.startswith("/v1/")]
     described = {tag["name"] for tag in document["tags"]}
-    for path, operation in ours:
+    for method, path, operation in ours:
         assert operation["summary"], path
         assert set(operation["tags"]) <= described, path
         assert operation["description"], path
         assert operation["tags"], path
-        assert any(status.startswith("2") for status in operation["responses"]), path
+        success = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
+        assert success, path
+        assert method == "HEAD" or all("content" in answer for answer in success) or "204" in operation["responses"], (
+            path
+        )
         for status, answer in operation["responses"].items():
-            if not status.startswith("2") and (path, status) not in (("/readyz", "503"), ("/health", "503")):
+            if method == "HEAD":
+                assert "content" not in answer, path
+            elif status[0] in "45" and (path, status) not in (("/readyz", "503"), ("/health", "503")):
                 assert list(answer["content"]) == ["application/problem+json"], (path, status)
+        if "{" in path:
+            assert "404" in operation["responses"], path
+        if "requestBody" in operation:
+            assert {"413", "415", "422"} <= set(operation["responses"]), path
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_whole_bounds_are_described_as_whole_numbers(document: dict[str, Any]) -> None:
+    text = json.dumps(document)
+    assert re.search(r'"(m|exclusiveM)(in|ax)imum": [0-9]+[,}]', text)
+    assert not re.search(r'imum": [-0-9]+(\.0|e\+[0-9]+)[,}]', text)
 
 
 def test_security_is_described_as_it_is(document: dict[str, Any], guarded: Service) -> None:

@@ -174,6 +174,19 @@ def test_drop_when_a_tier_has_too_many_open_ones_is_429(
     assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
 
 
+def test_openapi_names_the_tiers_that_are_attached_now(client: httpx.Client, definition: dict[str, Any]) -> None:
+    def names() -> list[Any]:
+        paths = client.get("/openapi.json").json()["paths"]
+        bodies = [paths[f"/admin/v1/{call}"]["post"]["requestBody"]["content"] for call in ("reset", "prefetch")]
+        return [body["application/json"]["schema"]["properties"]["tiers"]["items"]["enum"] for body in bodies]
+
+    assert names() == [["host"], []]
+    assert client.put(f"{TIERS}/disk", json=definition).status_code == 201
+    assert names() == [["host", "disk"], ["disk"]]
+    assert client.delete(f"{TIERS}/disk").status_code == 204
+    assert names() == [["host"], []]
+
+
 def test_unknown_tier_is_404(api: httpx.Client) -> None:
     assert api.get(f"{TIERS}/tape").status_code == 404
     assert api.put(f"{TIERS}/tape", json={"enabled": False}).status_code == 404

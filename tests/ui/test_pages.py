@@ -495,9 +495,9 @@ def test_setting_is_changed_after_its_effect_was_confirmed(browser: Browser, ser
             assert "pool_bytes: 2MiB becomes 1536KiB" in effect
             page.keyboard.press("Escape")
             page.get_by_role("dialog").wait_for(state="detached")
-            fill_in(page, "Change pool_bytes", {"New value": "0GiB"})
+            fill_in(page, "Change pool_bytes", {"New value": "1.2345GiB"})
             page.get_by_role("dialog").get_by_role("button", name="Change pool_bytes").click()
-            page.get_by_role("alert").filter(has_text="must be a size such as 8GiB").wait_for()
+            page.get_by_role("alert").filter(has_text="must be a number of bytes, or a size such as 8GiB").wait_for()
             assert page.get_by_label("New value").get_attribute("aria-invalid") == "true"
             page.keyboard.press("Escape")
             page.get_by_role("dialog").wait_for(state="detached")

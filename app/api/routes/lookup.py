@@ -37,7 +37,26 @@ class LookupBody(BaseModel):
     """A prompt: its token ids, or the hashes of its blocks as the engine publishes them in KV events."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, json_schema_extra={"examples": [{"token_ids": [1, 2, 3, 4]}]}
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"token_ids": [1, 2, 3, 4]}],
+            "oneOf": [
+                {
+                    "required": ["token_ids"],
+                    "properties": {"token_ids": {"type": "array"}, "hashes": {"type": "null"}},
+                },
+                {
+                    "required": ["hashes"],
+                    "properties": {
+                        "hashes": {"type": "array"},
+                        "token_ids": {"type": "null"},
+                        "cache_salt": {"type": "null"},
+                        "lora": {"type": "null"},
+                    },
+                },
+            ],
+        },
     )
     token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None, BeforeValidator(whole_items)] = Field(
         default=None, min_length=1, max_length=MAX_TOKENS, fail_fast=True

@@ -53,7 +53,11 @@ class RuleTestBody(BaseModel):
         extra="forbid",
         strict=True,
         json_schema_extra={
-            "examples": [{"rule": {"name": "batch", "match": {"request": "batch-*"}, "policy": {"store": False}}}]
+            "examples": [{"rule": {"name": "batch", "match": {"request": "batch-*"}, "policy": {"store": False}}}],
+            "anyOf": [
+                {"required": ["rule"], "properties": {"rule": {"type": "object"}}},
+                {"required": ["without"], "properties": {"without": {"type": "string"}}},
+            ],
         },
     )
     rule: NamedRuleBody | None = None

@@ -17,7 +17,7 @@ from kvferry.app.api.routes.stats import TierStats, tier_stats
 from kvferry.app.common.call_errors import BODY_FIELD
 from kvferry.app.operations.policy_json import TierName
 from kvferry.app.operations.tier_flushes import FlushProgress
-from kvferry.app.settings.tiers import check_without_token, read_tiers
+from kvferry.app.settings.tiers import check_without_token, installed_types, read_tiers
 from kvferry.app.store import Page
 from kvferry.app.tiers.registry import DRAIN_S, NoSuchTier, TierState
 
@@ -58,6 +58,24 @@ class TierView(BaseModel):
     )
     definition: dict[str, Any] = Field(description="as in KVFERRY_TIERS, with secrets masked")
     flush: FlushProgress | None = Field(description="null if there was none")
+
+
+_BODY = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"enabled": {"type": "boolean"}},
+            "required": ["enabled"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"enum": sorted(installed_types())}},
+            "required": ["type"],
+            "not": {"required": ["enabled"]},
+        },
+    ]
+}
 
 
 def _is_limit(name: str) -> bool:
@@ -117,6 +135,7 @@ def get_tier(context: Context, name: Name) -> TierView:
     "/{name}",
     summary="Attach, enable or disable a tier",
     responses={201: {"model": TierView, "description": "Attached"}, **_NOT_FOUND, **_CONFLICT},
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _BODY}}}},
 )
 def put_tier(
     context: Context,

@@ -98,15 +98,15 @@ export async function show(main, { query, signal, refresh }) {
 async function openChange(setting, done) {
   const body = (await openapi()).paths["/admin/v1/config"].patch.requestBody;
   const { name, value: now } = setting;
-  const described = body.content["application/json"].schema.properties[name];
-  const schema = described.anyOf?.[0] ?? described;
+  const [schema, ...spellings] = body.content["application/json"].schema.properties[name].anyOf;
+  const mayBeUnlimited = spellings.some(({ pattern }) => pattern?.includes(UNLIMITED));
   const isFlag = schema.type === "boolean";
   const choices = isFlag ? ["true", "false"] : schema.enum;
   const control = choices ? select("next", choices.map((one) => [one, one]), text(now)) :
     isSize(name) ? h("input", { name: "next", value: shown(name, now), required: true, autocomplete: "off" }) :
       h("input", { name: "next", type: "number", value: text(now), required: true, min: schema.minimum, max: schema.maximum,
         step: schema.type === "integer" ? 1 : "any" });
-  const hint = isSize(name) ? "A size such as 128MiB or 8GiB." : null;
+  const hint = isSize(name) ? `A size such as 128MiB or 8GiB${mayBeUnlimited ? ", or `unlimited`" : ""}.` : null;
   const isNumber = schema.type === "integer" || schema.type === "number";
   const sent = ({ next, restore }) => (restore ? null : isFlag ? next === "true" : isNumber && /^[0-9.]+$/.test(next.trim()) ? Number(next) : next.trim());
   openDialog({
@@ -117,6 +117,7 @@ async function openChange(setting, done) {
     review(values) {
       const next = sent(values);
       const wanted = isSize(name) && next !== null ? bytesOf(next) : next;
+      if (wanted === UNLIMITED && !mayBeUnlimited) throw invalid("next", "must be a size such as 8GiB");
       if (next !== null && text(wanted) === text(now)) throw invalid("next", `${name} has this value already.`);
       const known = next === null ? ["The value that it had at start is in force again."] : EFFECTS[name]?.({ now, next }) ?? [];
       return {
