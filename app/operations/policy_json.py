@@ -293,11 +293,10 @@ class NumberSpan(BaseModel):
     min: Number | None = None
     max: Number | None = None
 
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min={self.min}: must not be greater than max={self.max}")
-        return self
+    @property
+    def is_empty(self) -> bool:
+        """Whether it contains no number."""
+        return self.min is not None and self.max is not None and self.min > self.max
 
 
 class LengthSpan(NumberSpan):

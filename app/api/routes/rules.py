@@ -18,6 +18,7 @@ from kvferry.app.api.context import AdminContext, Context
 from kvferry.app.api.errors import Problem, Responses
 from kvferry.app.api.leases import check_retain_s
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor, page_response
+from kvferry.app.common.call_errors import FieldError
 from kvferry.app.operations.policy_json import (
     NamedRuleBody,
     NewRuleName,
@@ -34,7 +35,9 @@ from kvferry.core.rules import MAX_RULES, Rule, RuleSet
 from kvferry.core.scheduler.requests import RequestView
 
 _REFUSALS: Responses = {
-    409: {"description": f"The name exists or differs from the path's, or there are {MAX_RULES:,} rules"}
+    409: {
+        "description": f"The name exists or differs from the path's, a span is empty, or there are {MAX_RULES:,} rules"
+    }
 }
 
 _STRONGER_SOURCES = ("request", "override", "engine", "error")
@@ -138,7 +141,9 @@ async def add_rule(
     return rule_to_json(rule)
 
 
-@router.post("/test", summary="Test a change of the rules")
+@router.post(
+    "/test", summary="Test a change of the rules", responses={409: {"description": "A span of a rule is empty"}}
+)
 def test_rules(context: Context, body: Annotated[RuleTestBody, Body()]) -> RuleTest:
     """Changes nothing: compares the policies of live and recent requests, under the present defaults.
 
@@ -258,8 +263,16 @@ def _first(rules: Iterable[Rule]) -> Rule | None:
 
 
 def _to_core(context: AdminContext, body: RuleBody, name: str) -> Rule:
-    """Return the rule; 422 for a lease that is too long."""
+    """Return the rule; 422 for a lease that is too long, 409 for an empty span, which no JSON Schema can describe."""
     check_retain_s(context, body.policy.retain_s, "policy.retain_s")
+    spans = {"match.priority": body.match.priority, "match.prompt_tokens": body.match.prompt_tokens}
+    errors = [
+        FieldError(field=field, message=f"min={span.min}: must not be greater than max={span.max}")
+        for field, span in spans.items()
+        if span is not None and span.is_empty
+    ]
+    if errors:
+        raise Problem(409, f"{errors[0].field} is an empty span", slug="empty-span", title="Empty span", errors=errors)
     return body.to_core(name)
 
 
