@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"core": 16_350, "app": 36_400, "cuda_ops": 5_250, "bench": 6_700, "tests": 62_200, "docs": 33_000}
+SIZES = {"core": 16_400, "app": 34_350, "cuda_ops": 5_250, "bench": 6_700, "tests": 60_900, "docs": 33_200}
 """Sizes when they were last set; docs in words, all others in lines."""
 ROOM = 1.05
 
