@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import RequestBlocks
+from kvferry.core.pool.native import KeyHashes
 
 Tokens = NDArray[np.uint32]
-Hashes = NDArray[np.uint64]
 
 MAX_SIDE_TOKENS = 1 << 15
 MIN_RUN_TOKENS = 64
@@ -198,7 +198,7 @@ class _Prompt:
     first_token: int
     own: Tokens
     parent: _Prompt | None
-    hashes: Hashes
+    hashes: KeyHashes
     """Those of the keys of slots in `own`."""
     marks: Sequence[int]
     """Those of `own`."""
@@ -297,7 +297,7 @@ class Breaks:
     def observe(
         self,
         request: RequestBlocks,
-        hashes: Hashes,
+        hashes: KeyHashes,
         latest: Callable[[int], int],
         shared_tokens: int,
         earlier: int | None,
@@ -314,7 +314,7 @@ class Breaks:
         Returns:
             The first token that differs from `earlier`; None if its ids are not kept, or are equal.
         """
-        if request.token_ids is None:
+        if not self.max_bytes or request.token_ids is None:
             return None
         kept, position = self._kept.prompts, None
         num_shared = shared_tokens // self._slot_tokens

@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.breaks import Breaks, Hashes, count_equal
+from kvferry.core.breaks import Breaks, count_equal
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.native import KeyHashes
 
 MAX_REQUESTS = 1000
 """Requests whose keys are kept, as many as have a view after their end."""
@@ -73,7 +74,7 @@ class _Ended:
 
     request_id: str
     time_s: float
-    hashes: Hashes
+    hashes: KeyHashes
     story: PrefixStory | None
 
 
@@ -134,19 +135,17 @@ class Partings:
             if story.position is not None:
                 first_computed = max(story.shared_tokens, request.num_served_tokens)
                 self.parted_tokens += max(request.num_prompt_tokens - first_computed, 0)
-            if self.breaks.max_bytes:
-                position = self.breaks.observe(
-                    request, hashes, partial(self._latest, hashes, places), story.shared_tokens, earlier
-                )
-                if position is not None and story.position is not None:
-                    story = replace(story, position=position, exact=True)
+            latest = partial(self._latest, hashes, places)
+            position = self.breaks.observe(request, hashes, latest, story.shared_tokens, earlier)
+            if position is not None and story.position is not None:
+                story = replace(story, position=position, exact=True)
         self._hashes[places] = hashes
         self._owners[places] = 2 * request.number
         self._owners[places[-1:]] += 1
         self._keep(request.number, _Ended(request.origin.request_id, request.time_s, hashes, story))
 
     def _compare(
-        self, request: RequestBlocks, hashes: Hashes, places: NDArray[np.int64]
+        self, request: RequestBlocks, hashes: KeyHashes, places: NDArray[np.int64]
     ) -> tuple[PrefixStory, int | None]:
         """Return the story of a prompt with these keys, and the number of the request that it left, if any."""
         known = np.flatnonzero(self._hashes[places] == hashes)
@@ -179,7 +178,7 @@ class Partings:
         )
         return story, owner if has_parted else None
 
-    def _latest(self, hashes: Hashes, places: NDArray[np.int64], at: int) -> int:
+    def _latest(self, hashes: KeyHashes, places: NDArray[np.int64], at: int) -> int:
         """Return the number of the latest request with the key `at` of these, -1 if it is not known."""
         place = places[at]
         return int(self._owners[place]) // 2 if self._hashes[place] == hashes[at] else -1
