@@ -13,18 +13,16 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from sqlalchemy import (
     URL,
-    ColumnElement,
     Connection,
     Engine,
     Table,
@@ -375,28 +373,15 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
 }
 
 
-Merge = Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[Any]]
-"""Returns the value of a column from its existing and its new value."""
-
-
-def upsert(
-    connection: Connection, table: Table, rows: list[dict[str, Any]], merge: Mapping[str, Merge] = MappingProxyType({})
-) -> None:
-    """Write rows by primary key: insert new ones, overwrite existing ones except for the columns in `merge`."""
+def upsert(connection: Connection, table: Table, row: Mapping[str, Any], kept: Collection[str] = ()) -> None:
+    """Write a row by primary key: insert a new one, or overwrite an existing one except for the columns in `kept`."""
     insert = _INSERTS.get(connection.dialect.name)
     if insert is None:
         raise StoreError(f"databases of kind {connection.dialect.name} are not supported; use {' or '.join(_INSERTS)}")
-    if rows:
-        # One statement: the GIL is released at each, and a busy engine thread could stretch the transaction.
-        statement = insert(table).values(rows)
-        new = statement.excluded
-        primary = [column.name for column in table.primary_key]
-        changed = {
-            name: merge[name](table.c[name], new[name]) if name in merge else new[name]
-            for name in rows[0]
-            if name not in primary
-        }
-        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed))
+    statement = insert(table).values(row)
+    primary = [column.name for column in table.primary_key]
+    changed = {name: statement.excluded[name] for name in row if name not in primary and name not in kept}
+    connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed))
 
 
 def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:

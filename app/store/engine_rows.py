@@ -49,7 +49,7 @@ class Registration:
             "eviction_rows": self._limits.eviction_rows,
             "eviction_days": self._limits.eviction_days,
         }
-        upsert(connection, ENGINES, [row])
+        upsert(connection, ENGINES, row)
 
     def confirm(self) -> None:
         """Note that the row is committed."""

@@ -136,13 +136,10 @@ class HistoryQueue:
             }
             self._runs.append((partial(_insert, STATS_ROWS), [row]))
         else:
-            if not self._runs or self._runs[-1][0] != self._insert_evictions:
-                self._runs.append((self._insert_evictions, []))
+            if not self._runs or self._runs[-1][0] is not _insert_evictions:
+                self._runs.append((_insert_evictions, []))
             evictions: Any = self._runs[-1][1]
             evictions += _eviction_rows(self._engine, item)
-
-    def _insert_evictions(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
-        insert_rows(connection, EVICTIONS, rows)
 
     def _mark_regrets(self, time_s: float, connection: Connection, regretted: Sequence[tuple[float, str]]) -> None:
         """Mark the latest evictions at some times of these keys, one batch of evictions after another."""
@@ -167,6 +164,10 @@ class HistoryQueue:
 
 def _insert(table: Table, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     connection.execute(insert(table), rows)
+
+
+def _insert_evictions(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    insert_rows(connection, EVICTIONS, rows)
 
 
 def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:

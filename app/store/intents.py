@@ -57,7 +57,7 @@ class StoreWriter:
             "set_at": now_s,
             "expires_at": expires_s,
         }
-        upsert(connection, OVERRIDES, [row])
+        upsert(connection, OVERRIDES, row)
 
     def delete_override(self, request_id: str, now_s: float, connection: Connection) -> bool:
         """Delete an override; return False without one that holds at `now_s`."""
@@ -77,7 +77,7 @@ class StoreWriter:
             "created_at": now_s,
             "updated_at": now_s,
         }
-        upsert(connection, RULES, [row], {"created_at": lambda old, _: old})
+        upsert(connection, RULES, row, kept=["created_at"])
 
     def delete_rule(self, name: str, connection: Connection) -> bool:
         """Delete a rule; return False without one of this name."""
@@ -87,7 +87,7 @@ class StoreWriter:
     def save_tenant_limit(self, tenant: str, max_bytes: int | None, connection: Connection) -> None:
         """Set the bytes that a tenant may have in the pool, None for no limit."""
         row = {"engine": self._engine, "tenant": clean(tenant), "max_bytes": max_bytes, "set_at": time.time()}
-        upsert(connection, TENANT_LIMITS, [row])
+        upsert(connection, TENANT_LIMITS, row)
 
     def delete_tenant_limit(self, tenant: str, connection: Connection) -> bool:
         """Delete the limit of a tenant; return False without one."""
