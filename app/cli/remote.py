@@ -128,7 +128,7 @@ def answers(
 
 
 def connected(command: Command) -> Command:
-    """Add to a command the options by which it reaches a service, whose client it gets as its parameter `service`.
+    """Add `--url`, `--token-file` and `--wide` to a command, connect, and pass the client as its parameter `service`.
 
     With a parameter `url` instead it connects itself.
     """

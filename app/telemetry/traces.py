@@ -216,7 +216,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _QuietLog(logging.Filter):
-    """Keeps lines of the exporter out of the log, whose texts may have secrets, and the latest reason of a failure."""
+    """Drops the exporter's lines, since they may hold secrets, and remembers why the latest export failed."""
 
     reason = ""
 

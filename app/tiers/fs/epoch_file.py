@@ -14,7 +14,7 @@ from kvferry.app.tiers.shared_epoch import MAX_NAME_BYTES
 
 
 class EpochFile:
-    """An `EpochStore`, whose versions are contents. All methods raise `OSError`."""
+    """An `EpochStore`; a version is the content that was read. All methods raise `OSError`."""
 
     def __init__(self, folder: Folder, place: str) -> None:
         """`place` is the folder of all epochs."""

@@ -31,7 +31,7 @@ class NoSpace(StoreUnavailable):
 
 
 class EpochObject:
-    """The object, by a lane of which the start is used. An `EpochStore`, whose versions are names of epochs."""
+    """An `EpochStore` in one object; a version is the name that was read. Uses the start of the lane's memory."""
 
     def __init__(self, lane: Lane, folder: str) -> None:
         self._lane = lane

@@ -101,7 +101,7 @@ class Bucket:
             await self.delete([name])
 
     def listing_of(self, prefix: str) -> ListStream[Sequence[ObjectMeta]]:
-        """List all objects whose names begin with `prefix` and a slash, by `next_page`."""
+        """Begin to list the objects below `prefix`; `next_page` returns them."""
         return obstore.list(self._client, prefix, chunk_size=PAGE_NAMES)
 
     async def next_page(self, listing: ListStream[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta]:
