@@ -60,7 +60,7 @@ class SharedEpoch:
     def __init__(self, tier: str, on_change: Callable[[], None], place: str = "the server") -> None:
         """`tier` and `place` are the names in logs. `on_change` is called after each change of the epoch."""
         self.latest = Epoch()
-        self._changing = threading.Lock()
+        self.changing = threading.Lock()
         """Held while the epoch is compared with the store's, including the calls for that."""
         self._tier = tier
         self._on_change = on_change
@@ -76,20 +76,20 @@ class SharedEpoch:
 
         Begins a new one if the store has none, or has lost its latest writes.
         """
-        with self._changing:
+        with self.changing:
             self._read(store)
             return self.latest
 
     def begin(self, store: EpochStore) -> None:
         """Begin a new epoch."""
-        with self._changing:
+        with self.changing:
             for _ in range(_NUM_TRIES):
                 if self._replace(store, self._read(store)):
                     return
         raise _contended()
 
     def _read(self, store: EpochStore) -> Any:
-        """Adopt the epoch in the store, and return its version. Requires: `_changing` held."""
+        """Adopt the epoch in the store, and return its version. Requires: `changing` held."""
         for _ in range(_NUM_TRIES):
             name, version = store.read_epoch()
             loss = self._find_loss(Epoch(name))
