@@ -867,6 +867,27 @@ def test_page_when_the_network_is_slow_says_that_it_loads(browser: Browser, serv
         page.get_by_text("Each cell is a slot").wait_for()
 
 
+def test_page_whose_answer_comes_late_leaves_the_next_one_alone(browser: Browser, served: Served) -> None:
+    with opened(browser, served, "audit") as page:
+        heading(page, "Audit")
+        held: list[Route] = []
+        page.route("**/openapi.json", lambda route: held.append(route))
+        page.get_by_role("link", name="Tiers", exact=True).click()
+        page.get_by_text("Loading…").wait_for()
+        page.get_by_role("link", name="Sessions", exact=True).click()
+        heading(page, "Sessions")
+        page.evaluate(
+            "() => { window.titles = []; const main = document.getElementById('main');"
+            "new MutationObserver(() => titles.push(main.firstElementChild.textContent)).observe(main, { childList: true }); }"
+        )
+        with page.expect_response("**/openapi.json") as late:
+            held.pop().continue_()
+        late.value.finished()
+        page.get_by_role("link", name="Audit", exact=True).click()
+        heading(page, "Audit")
+        assert page.evaluate("titles") == ["Audit"]
+
+
 def test_breaks_shows_a_span_with_its_text_or_how_to_keep_it(browser: Browser, served: Served) -> None:
     with opened(browser, served, "breaks") as page:
         page.get_by_text("No token ids are kept").get_by_role("link", name="explain_bytes").wait_for()

@@ -109,20 +109,25 @@ export const remove = (path) => json("DELETE", ADMIN + path);
 
 const once = new Map();
 
-/** Return what does not change while the service runs: loaded once, and again after a failure. */
-export function fixed(path, load = () => get(path)) {
+/**
+ * Return what does not change while the service runs: loaded once, and again after a failure.
+ * Rejects if the caller's `signal` was aborted meanwhile.
+ */
+export async function fixed(path, signal, load = () => get(path)) {
   if (!once.has(path)) {
     once.set(path, load().catch((error) => {
       once.delete(path);
       throw error;
     }));
   }
-  return once.get(path);
+  const answer = await once.get(path);
+  signal?.throwIfAborted();
+  return answer;
 }
 
 /** Forget what was loaded once: the service was restarted. */
 export const forgetFixed = () => once.clear();
 
-export const openapi = () => fixed("openapi.json", () => json("GET", "openapi.json"));
+export const openapi = (signal) => fixed("openapi.json", signal, () => json("GET", "openapi.json"));
 /** Return the sentences by cause of missed tokens, and `short`, the same in a few words. */
-export const causeTexts = () => fixed("stats/causes");
+export const causeTexts = (signal) => fixed("stats/causes", signal);

@@ -11,8 +11,8 @@ const UNSET = "";
 const shown = (name, given) => (name === "tiers" && given === null ? "all" : text(given));
 
 /** Return the policy fields: [{name, description, kind, choices}]. */
-export async function policyFields() {
-  const { properties } = (await openapi()).components.schemas.PolicyBody;
+export async function policyFields(signal) {
+  const { properties } = (await openapi(signal)).components.schemas.PolicyBody;
   return Object.entries(properties).map(([name, schema]) => {
     const types = schema.anyOf.filter((one) => one.type !== "null");
     const choices = types[0].type === "boolean" ? ["true", "false"] : types[0].enum;

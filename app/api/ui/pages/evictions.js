@@ -18,7 +18,7 @@ function filterOf(query) {
 
 export async function show(main, { query, signal }) {
   const { filter, span } = filterOf(query);
-  const { evicted: texts, short: { evicted: short } } = await causeTexts();
+  const { evicted: texts, short: { evicted: short } } = await causeTexts(signal);
   const { since, until } = filter;
   const pages = pagedTable("Evicted blocks, newest first", columnsOf(texts, short), (cursor) =>
     get("evictions", { ...filter, limit: firstRows(), cursor }, signal), "No evictions match.");

@@ -59,7 +59,7 @@ async function forbiddenFields(signal) {
 
 export async function show(main, { query, signal }) {
   const windowS = { hour: HOUR_S, day: DAY_S }[query.get("window")] ?? QUARTER_S;
-  const [texts, forbidden] = await Promise.all([causeTexts(), forbiddenFields(signal)]);
+  const [texts, forbidden] = await Promise.all([causeTexts(signal), forbiddenFields(signal)]);
   const recent = new Samples(QUARTER_S);
   const shown = windowS === QUARTER_S ? recent : new Samples(windowS);
   const health = h("section", { class: "card health", "aria-label": "Health" });

@@ -14,7 +14,7 @@ const ORDER_STEP = 10;
 const RULE_NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$/;
 
 export async function show(main, { signal, refresh }) {
-  const [policy, rules, fields] = await Promise.all([get("policy", {}, signal), allRules(signal), policyFields()]);
+  const [policy, rules, fields] = await Promise.all([get("policy", {}, signal), allRules(signal), policyFields(signal)]);
   main.replaceChildren(h("h1", {}, title),
     h("p", { class: "hint" }, "The strongest source that sets a field wins: an override of the request, the request itself, the first rule that matches, runtime defaults, settings."),
     card("Defaults", policyTable(fields, policy),

@@ -35,7 +35,7 @@ function mainMiss(miss) {
 }
 
 async function showList(main, { query, signal }) {
-  const texts = await causeTexts();
+  const texts = await causeTexts(signal);
   const state = query.get("state") || "";
   const list = h("div", {});
   const automatic = h("input", { type: "checkbox", checked: true, id: "automatic" });
@@ -96,7 +96,7 @@ async function showOne(main, { parts, signal, refresh }) {
     if (error.status !== 404) throw error;
     request = null;
   }
-  const fields = await policyFields();
+  const fields = await policyFields(signal);
   const back = h("p", {}, h("a", { href: "#/requests" }, "All requests"));
   if (request === null) {
     const add = changeButton({ onclick: async () => openOverride(id, null, await defaultPolicy(), fields, refresh) }, "Override its policy…");
@@ -104,7 +104,7 @@ async function showOne(main, { parts, signal, refresh }) {
       h("p", { class: "hint" }, "An override can be set before a request arrives."), ...[add].filter(Boolean));
     return;
   }
-  const texts = await causeTexts();
+  const texts = await causeTexts(signal);
   const { override } = request;
   const buttons = h("div", { class: "buttons" },
     changeButton({ onclick: () => openOverride(id, override, request.policy, fields, refresh) },

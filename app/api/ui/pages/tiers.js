@@ -18,7 +18,7 @@ const DRAIN_S = 10;
 const UNTIL_RESTART = "It holds until the next start, which attaches the tiers of the setting tiers.";
 
 export async function show(main, { signal, refresh }) {
-  const [{ items: attached }, { components }] = await Promise.all([get("tiers", {}, signal), openapi()]);
+  const [{ items: attached }, { components }] = await Promise.all([get("tiers", {}, signal), openapi(signal)]);
   const meanings = components.schemas.TierStats.properties;
   const byName = new Map(attached.map((one) => [one.name, one]));
   const isFlushing = () => [...byName.values()].some(({ flush }) => flush?.state === "running");
