@@ -42,7 +42,7 @@ def test_history_when_stopped_or_killed_spans_processes_with_marks(tmp_path: Pat
         wait_until(lambda: day(served)["rows"], "the start is sampled")
         for number in range(4):
             served.tokens([number % 2 * 100 + i % 100 + 3 for i in range(200)], max_tokens=1)
-        served.http.patch("/admin/v1/config", json={"store_threshold": 2}).raise_for_status()
+        served.http.patch("/admin/v1/config", json={"store_threshold": 2, "auto_pause": True}).raise_for_status()
         served.http.post("/admin/v1/reset", params={"dry_run": True}, json={}).raise_for_status()
         stats = served.settle()
         assert served.stop() == 0
@@ -61,7 +61,7 @@ def test_history_when_stopped_or_killed_spans_processes_with_marks(tmp_path: Pat
         assert stats["missed_tokens"]["causes"]["new"] > 0
         marks = history["marks"]
         assert [mark["kind"] for mark in marks] == ["start", "change", "start", "start"]
-        assert marks[1]["text"] == "PATCH config: store_threshold=2"
+        assert marks[1]["text"] == "PATCH config: store_threshold=2, auto_pause=true"
         assert [mark["time"] for mark in marks] == sorted(mark["time"] for mark in marks)
         assert total(history, "span_s") < 2 * DEADLINE_S, "rows cover the time in which a process ran"
         latest = served.get("/admin/v1/stats/history?window_s=900")

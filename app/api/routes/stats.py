@@ -234,7 +234,8 @@ async def get_history(
 def _text_of(change: Any) -> str:
     """Return a recorded call in a few words."""
     what = change.what.items() if isinstance(change.what, dict) else ()
-    fields_ = ", ".join(name if isinstance(value, (dict, list)) else f"{name}={value}" for name, value in what)
+    spelled = [(name, value if isinstance(value, str) else to_json(value).decode()) for name, value in what]
+    fields_ = ", ".join(name if value.startswith(("{", "[")) else f"{name}={value}" for name, value in spelled)
     path = str(change.path).removeprefix("/admin/v1/")
     return f"{change.method} {path}{': ' if fields_ else ''}{fields_}"[:MAX_MARK_CHARS]
 
