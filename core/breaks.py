@@ -28,6 +28,8 @@ MAX_PLACES = 200
 """Places with breaks that are kept, and as many others."""
 MAX_SPAN_TOKENS = 64
 """Tokens of each side of a span that are kept and shown."""
+TOKENS_BEFORE = 16
+"""Tokens before a span that are shown, so that it can be found in the prompt."""
 LATEST_PROMPTS = 8
 """Prompts with which one may be compared: the latest that left the same prefix, and those that share most with it."""
 ALIGNED_PER_S, ALIGNED_AT_ONCE = 2.0, 32.0
@@ -41,7 +43,7 @@ ALIGNED_PAIRS = 8
 SAMPLED_EVERY = 8
 WINDOW_S = 3600.0
 _BUCKET_S = 60.0
-_PROMPT_BYTES, _MARK_BYTES, _PLACE_BYTES = 1000, 150, 8 * MAX_SPAN_TOKENS + 1500
+_PROMPT_BYTES, _MARK_BYTES, _PLACE_BYTES = 1000, 150, 4 * (2 * MAX_SPAN_TOKENS + TOKENS_BEFORE) + 1500
 """What a prompt, a mark, and a place take, besides token ids and hashes."""
 _ANCHOR_TOKENS = 16  # Two to the power of the number of factors.
 _MAX_MARKS = 64
@@ -142,6 +144,8 @@ class Break:
     """Computed ones, in whole blocks that are equal again behind the span."""
     token_ids: Sequence[Sequence[int]]
     """The span in an earlier prompt and in a later one, or their beginnings; empty where the ids are equal."""
+    ids_before: Sequence[int]
+    """The last tokens before the span, which both have."""
     examples: tuple[str, str]
     """The ids of those two requests."""
     num_spanned: tuple[int, int]
@@ -185,6 +189,7 @@ class _Place:
             self.found,
             is_estimated=skipped > 0,
             token_ids=tuple(tuple(side) for side in self.found.token_ids),
+            ids_before=tuple(self.found.ids_before),
             num_requests=round(scale * sum(bucket.num_broken for bucket in buckets)),
             num_tokens=round(scale * sum(bucket.num_tokens for bucket in buckets)),
         )
@@ -445,6 +450,8 @@ class Breaks:
         position = first_token + span.start
         if place.found is None or position < place.found.position:
             sides = (pair.ids[span.start : span.earlier_end], later[span.start : span.later_end])
+            first_before = max(position - TOKENS_BEFORE, 0)
+            before = pair.earlier.tokens(first_before)[: position - first_before]
             place.found = Break(
                 position=position,
                 is_exact=pair.is_exact,
@@ -453,6 +460,7 @@ class Breaks:
                 num_requests=0,
                 num_tokens=0,
                 token_ids=[array("I", side[:MAX_SPAN_TOKENS].tolist()) for side in sides],
+                ids_before=array("I", before.tolist()),
                 examples=(pair.earlier.request_id, request.origin.request_id),
                 num_spanned=(len(sides[0]), len(sides[1])),
             )

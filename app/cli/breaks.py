@@ -31,9 +31,12 @@ def _describe(one: Mapping[str, Any], computed: int) -> Iterator[str]:
         f"At {at} {count(one['position'])}: {about}{count(one['tokens'])} tokens computed again "
         f"({percentage(one['tokens'], computed)} of all computed), {about}{count(one['requests'])} requests"
     )
-    for name, side in zip(("earlier", "later"), one["texts"] or one["token_ids"] or (), strict=False):
-        shown = side if isinstance(side, str) else " ".join(map(str, side))
-        yield f"  {name}: {words(shown)[:_SHOWN_CHARS] or 'nothing'}"
+    if one["token_ids"] is not None:
+        before = one["token_ids_before"] if one["text_before"] is None else one["text_before"]
+        parts = (before, *(one["texts"] or one["token_ids"]))
+        for name, part in zip(("after", "earlier", "later"), parts, strict=True):
+            shown = part if isinstance(part, str) else " ".join(map(str, part))
+            yield f"  {name}: {words(shown)[:_SHOWN_CHARS] or 'nothing'}"
     first, second = one["examples"]
     yield f"  such as {words(first)} and {words(second)}"
     yield f"  {words(one['advice'])}"

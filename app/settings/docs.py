@@ -80,4 +80,4 @@ def _meaning(name: str, description: str) -> str:
     ]
     if name in OFFERED:
         notes.append(f"This version offers {', '.join(f'`{choice}`' for choice in OFFERED[name])}.")
-    return re.sub(r"\bSee docs/([a-z-]+)\.md", r"See [\1](\1.md)", " ".join([description, *notes]))
+    return re.sub(r"\bdocs/([a-z-]+)\.md", r"[\1](\1.md)", " ".join([description, *notes]))

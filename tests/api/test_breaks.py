@@ -43,7 +43,7 @@ def start(service: Service, headers: dict[str, str] | None = None) -> None:
 
 def test_a_clock_near_the_front_is_shown_with_its_price(fresh: Service) -> None:
     start(fresh)
-    answer_with_clock(fresh, 4)
+    head = answer_with_clock(fresh, 4)
     wait_until(lambda: bool(ask(fresh)["items"]) and ask(fresh)["items"][0]["requests"] == 3, "all are compared")
     answer = ask(fresh)
     assert set(answer) == {"since", "computed_tokens", "explained_bytes", "next_cursor", "items"}
@@ -53,7 +53,8 @@ def test_a_clock_near_the_front_is_shown_with_its_price(fresh: Service) -> None:
     assert one["tokens"] == 3 * 400
     assert one["share"] == pytest.approx(one["tokens"] / answer["computed_tokens"])
     assert one["token_ids"] == [[1000] * 4, [1001] * 4]
-    assert one["texts"] is None, "this engine has no tokenizer"
+    assert one["token_ids_before"] == list(head[-16:])
+    assert (one["texts"], one["text_before"]) == (None, None), "this engine has no tokenizer"
     assert one["examples"] == ["at0", "at1"]
     assert "move it behind what stays" in one["advice"]
     assert 0 < answer["explained_bytes"] <= 16 << 20
@@ -82,8 +83,9 @@ def test_texts_need_the_admin_token_and_figures_the_read_token(guarded: Service)
     (shown,) = ask(guarded, ADMIN)["items"]
     (hidden,) = ask(guarded, READ)["items"]
     assert shown["token_ids"] == [[1000] * 4, [1001] * 4]
-    assert (hidden["token_ids"], hidden["texts"]) == (None, None)
-    assert {**hidden, "token_ids": shown["token_ids"]} == shown
+    secret = {name: shown[name] for name in ("token_ids", "token_ids_before", "texts", "text_before")}
+    assert {name: hidden[name] for name in secret} == dict.fromkeys(secret)
+    assert {**hidden, **secret} == shown
 
 
 @pytest.mark.parametrize(

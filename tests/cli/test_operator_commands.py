@@ -98,7 +98,9 @@ def test_breaks_shows_the_span_or_how_to_keep_token_ids(run: Run, tmp_path: Path
         shown = run("breaks", URL=service.url)
         assert (shown.code, shown.err) == (0, "")
         assert "At token 40: 192 tokens computed again" in shown.out
-        assert shown.out.splitlines()[1:4] == ["  earlier: 900", "  later: 901", "  such as at0 and at1"]
+        before = " ".join(map(str, range(24, 40)))
+        contents = [f"  after: {before}", "  earlier: 900", "  later: 901"]
+        assert shown.out.splitlines()[1:5] == [*contents, "  such as at0 and at1"]
         assert run("breaks", "--window-s", "0", URL=service.url).code == 2
 
 

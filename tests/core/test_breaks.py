@@ -231,6 +231,7 @@ def test_the_span_is_shown_from_both_sides_and_makes_the_position_exact() -> Non
         number = world.end([*head, *span, *body])
     (found,) = world.find()
     assert found.token_ids == ((1, 2, 3), (4, 5, 6, 7))
+    assert found.ids_before == tuple(head[-16:])
     assert (found.examples, found.shared_tokens, found.num_spanned) == (("r1", "r2"), 96, (3, 4))
     story = world.partings.story(number)
     assert story is not None

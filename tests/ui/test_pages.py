@@ -878,7 +878,8 @@ def test_page_whose_answer_comes_late_leaves_the_next_one_alone(browser: Browser
         heading(page, "Sessions")
         page.evaluate(
             "() => { window.titles = []; const main = document.getElementById('main');"
-            "new MutationObserver(() => titles.push(main.firstElementChild.textContent)).observe(main, { childList: true }); }"
+            "new MutationObserver(() => titles.push(main.firstElementChild.textContent))"
+            ".observe(main, { childList: true }); }"
         )
         with page.expect_response("**/openapi.json") as late:
             held.pop().continue_()
@@ -900,7 +901,7 @@ def test_breaks_shows_a_span_with_its_text_or_how_to_keep_it(browser: Browser, s
         with opened(browser, served, "breaks") as page:
             heading(page, "Breaks")
             page.get_by_role("heading", name=f"At token {len(head) + 3}").wait_for()
-            for text in ("41", "57"):
+            for text in (f"{head}12:"[-16:], "41", "57"):
                 page.get_by_text(text, exact=True).wait_for()
             page.get_by_role("link", name="break-57").click()
             page.get_by_text("which it left in the 16 tokens after them").wait_for()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query
 from pydantic import BaseModel, Field
@@ -13,7 +12,7 @@ from kvferry.app.api.auth import Caller, TokenKind
 from kvferry.app.api.calls import admin_router
 from kvferry.app.api.context import Context
 from kvferry.app.common.times import rfc3339
-from kvferry.core.breaks import WINDOW_S, Break
+from kvferry.core.breaks import TOKENS_BEFORE, WINDOW_S, Break
 
 
 class BreakView(BaseModel):
@@ -30,7 +29,9 @@ class BreakView(BaseModel):
         description="the span in an earlier prompt and in a later one, or their beginnings; null for the read token "
         "and where no tokenizer is at hand"
     )
+    text_before: str | None = Field(description=f"the last {TOKENS_BEFORE} tokens before the span; null as `texts`")
     token_ids: list[list[int]] | None = Field(description="the same; null for the read token, and where ids are equal")
+    token_ids_before: list[int] | None = Field(description="as `text_before`; null as `token_ids`")
     examples: list[str] = Field(description="ids of those two requests")
     advice: str
 
@@ -77,8 +78,7 @@ def get_breaks(
                 requests=one.num_requests,
                 tokens=one.num_tokens,
                 share=min(one.num_tokens / computed, 1.0) if computed else 0.0,
-                texts=_texts(context, one.token_ids) if may_read and one.is_exact else None,
-                token_ids=[list(ids) for ids in one.token_ids] if may_read and one.is_exact else None,
+                **_contents(context, one if may_read and one.is_exact else None),
                 examples=list(one.examples),
                 advice=advise(one),
             )
@@ -87,8 +87,17 @@ def get_breaks(
     )
 
 
-def _texts(context: Context, token_ids: Sequence[Sequence[int]]) -> list[str] | None:
-    return None if context.decode is None else [context.decode(ids) for ids in token_ids]
+def _contents(context: Context, shown: Break | None) -> dict[str, Any]:
+    """Return the fields that have a part of a prompt; null where none is shown."""
+    if shown is None:
+        return dict.fromkeys(("texts", "text_before", "token_ids", "token_ids_before"))
+    decode = context.decode
+    return {
+        "texts": None if decode is None else [decode(ids) for ids in shown.token_ids],
+        "text_before": None if decode is None else decode(shown.ids_before),
+        "token_ids": [list(ids) for ids in shown.token_ids],
+        "token_ids_before": list(shown.ids_before),
+    }
 
 
 def advise(one: Break) -> str:

@@ -32,12 +32,12 @@ function nothing({ explained_bytes: kept, computed_tokens: computed }) {
 
 function cardOf(one, { computed_tokens: computed }) {
   const about = one.estimated ? "about " : "";
-  const sides = one.texts ?? (one.token_ids ?? []).map((ids) => ids.join(" "));
+  const contents = one.texts ? [one.text_before, ...one.texts] : one.token_ids ? [one.token_ids_before, ...one.token_ids].map((ids) => ids.join(" ")) : [];
   return card(one.exact ? `At token ${count(one.position)}` : `In the block of token ${count(one.position)}`, facts([
     ["computed again", `${about}${count(one.tokens)} tokens, ${percent(one.tokens, computed)} of all computed`],
     ["requests", `${about}${count(one.requests)}`],
     ["equal before", `${count(one.shared_tokens)} tokens`],
-    ...sides.map((text, at) => [at ? "later prompts have" : "an earlier one has", text ? h("code", {}, text) : "nothing"]),
+    ...contents.map((text, at) => [["after", "an earlier one has", "later prompts have"][at], text ? h("code", {}, text) : "nothing"]),
     ["such as", [requestLink(one.examples[0]), " and ", requestLink(one.examples[1])]],
   ]), h("p", {}, one.advice));
 }
