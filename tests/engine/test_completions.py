@@ -22,7 +22,7 @@ from kvferry.app.api.errors import Problem, install_error_handlers
 from kvferry.app.engines.embedded.api import completions_router
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.protocol import CallBody, ChatRequest, CompletionRequest, read_body
-from kvferry.app.engines.embedded.tokenizer import EOS_ID
+from kvferry.app.engines.embedded.model import EOS_ID
 from kvferry.app.settings import Settings
 from tests.harness import http_server
 from tests.harness.effort import examples

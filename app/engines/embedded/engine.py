@@ -24,6 +24,7 @@ from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Request, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Offload, Scheduler
+from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.app.settings import Settings
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -196,7 +197,7 @@ class EmbeddedEngine:
             request_id or secrets.token_hex(16),
             prompt_token_ids,
             replace(sampling, max_tokens=max_tokens),
-            self.model.tokenizer.stream(),
+            TextStream(self.model.tokenizer),
             self.settings.block_size,
             aliases,
             options or ClientOptions(),

@@ -22,21 +22,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvferry.app.engines.embedded.attention import ATTENTION_NAME, Attend, KVShape, PagedBatch, PagedKVCache, Span
-from kvferry.app.engines.embedded.tokenizer import (
-    BYTE_VOCAB_SIZE,
-    EOS_ID,
-    PAD_ID,
-    ByteTokenizer,
-    Tokenizer,
-    first_line,
-    load_tokenizer,
-)
+from kvferry.app.engines.embedded.tokenizer import TINY_FOLDER, Tokenizer, first_line, load_tokenizer
 from kvferry.app.engines.identity import WEIGHT_SUFFIXES, ContentDigest, DigestCache, is_missing_folder, revision_of
 from kvferry.core.errors import StartError
 
 log = logging.getLogger(__name__)
 
 TINY = "tiny"
+TINY_VOCAB_SIZE = 3 + 256
+PAD_ID, EOS_ID = 0, 1
 TINY_CONTEXT_TOKENS = 8192
 TINY_ANSWER_TOKENS = 512
 """`tiny` answers noise without an end: more than this for a chat without a limit would only keep its client waiting."""
@@ -95,7 +89,7 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: 
         return LoadedModel(
             name=name,
             module=module,
-            tokenizer=ByteTokenizer() if name == TINY else load_tokenizer(name),
+            tokenizer=load_tokenizer(str(TINY_FOLDER) if name == TINY else name),
             device=where,
             dtype=module.dtype,
             vocab_size=_num_embeddings(module),
@@ -238,7 +232,7 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
 def tiny_config() -> LlamaConfig:
     """Return the configuration of `tiny`."""
     return LlamaConfig(
-        vocab_size=BYTE_VOCAB_SIZE,
+        vocab_size=TINY_VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,

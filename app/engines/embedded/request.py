@@ -161,12 +161,8 @@ class Request:
         return self._output((token_id,), piece, None)
 
     def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
-        """Return the last output when something other than a token ends the answer; without text if that fails."""
-        try:
-            text = self._text.flush()
-        except Exception:  # noqa: BLE001 - a tokenizer is the checkpoint's own program
-            text = ""
-        return self._output((), text, reason, error)
+        """Return the last output when something other than a token ends the answer, which is incomplete then."""
+        return self._output((), "", reason, error)
 
     def _output(
         self, token_ids: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
