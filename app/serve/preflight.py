@@ -105,13 +105,13 @@ def _check_layout(settings: Settings) -> None:
     if settings.engine is Engine.EMBEDDED:
         if is_missing_folder(settings.model) or _missing_packages(*_EMBEDDED):
             return
-        from kvferry.app.engines.embedded.attention import check_fits as check_cache_fits
+        from kvferry.app.engines.embedded.attention import check_memory
         from kvferry.app.engines.embedded.model import inspect_config, resolve_device
 
         shape = inspect_config(settings.model, settings.dtype)
         if shape is None:
             return
-        check_cache_fits(shape, settings.device_blocks, settings.block_size, resolve_device(settings.device))
+        check_memory(shape, settings.device_blocks, settings.block_size, resolve_device(settings.device))
         block_bytes = shape.block_bytes(settings.block_size)
     slot_bytes = block_bytes * settings.blocks_per_slot
     check_holds_slot(settings.pool_bytes, slot_bytes)

@@ -148,7 +148,7 @@ def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, 
     ("settings", "words"),
     [
         pytest.param({"MODEL": "/tmp"}, "KVFERRY_MODEL=/tmp does not load: ", marks=pytest.mark.long),
-        ({"DEVICE_BLOCKS": "1000000000"}, "KVFERRY_DEVICE_BLOCKS=1000000000 of 32,768 bytes need "),
+        ({"DEVICE_BLOCKS": "1000000000"}, "KVFERRY_DEVICE_BLOCKS asks for 32,768,000,000,000 bytes "),
         pytest.param(
             {"POOL_BYTES": "1KiB"},
             "KVFERRY_POOL_BYTES=1024: holds no slot, which takes 32,768 bytes",

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from kvferry.core.errors import StartError
-from kvferry.cuda_ops.pool.limits import memory_limits
+from kvferry.cuda_ops.pool.limits import check_fits, memory_limits
 
 ATTENTION_NAME = "kvferry_paged"
 REFUSED_FEATURES = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "position biases"}
@@ -70,19 +70,11 @@ class PagedKVCache:
         return key, value
 
 
-def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+def check_memory(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
     """Raise `StartError` if the device has less memory than the cache needs; the message has both sizes."""
-    needed_bytes = num_blocks * shape.block_bytes(block_size)
     on_cuda = device.type == "cuda"
     limits = [(f"memory free on {device}", torch.cuda.mem_get_info(device)[0])] if on_cuda else memory_limits()
-    name, available_bytes = min(limits, key=lambda limit: limit[1])
-    if needed_bytes > available_bytes:
-        most = available_bytes // shape.block_bytes(block_size)
-        raise StartError(
-            f"KVFERRY_DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} "
-            "bytes, but "
-            f"{name} is {available_bytes:,}: set KVFERRY_DEVICE_BLOCKS to {most} or less"
-        )
+    check_fits("KVFERRY_DEVICE_BLOCKS", num_blocks * shape.block_bytes(block_size), limits)
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float | None, int | None], Tensor]

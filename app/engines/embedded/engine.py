@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.app.api.errors import bad_request, too_long
-from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
+from kvferry.app.engines.embedded.attention import PagedKVCache, check_memory
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.loop import EngineLoop, Inbox
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
@@ -93,7 +93,7 @@ class EmbeddedEngine:
         state_dir = settings.state_dir if settings.has_lasting_blocks else None
         self.model = load_model(settings.model, settings.device, settings.dtype, state_dir)
         shape = inspect_model(self.model)
-        check_fits(shape, settings.device_blocks, settings.block_size, self.model.device)
+        check_memory(shape, settings.device_blocks, settings.block_size, self.model.device)
         self.block_bytes = shape.block_bytes(settings.block_size)
         log.info(
             "model %s%s on %s in %s: %d device blocks of %d tokens, %s bytes each, %s bytes in all",

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvferry.app.engines.embedded.attention import ATTENTION_NAME, Attend, KVShape, PagedBatch, PagedKVCache, Span
+from kvferry.app.engines.embedded.attention import ATTENTION_NAME, KVShape, PagedBatch, PagedKVCache, Span
 from kvferry.app.engines.embedded.tokenizer import TINY_FOLDER, Tokenizer, first_line, load_tokenizer
-from kvferry.app.engines.identity import WEIGHT_SUFFIXES, ContentDigest, DigestCache, is_missing_folder, revision_of
+from kvferry.app.engines.identity import WEIGHT_SUFFIXES, ContentDigest, DigestCache, revision_of
 from kvferry.core.errors import StartError
 
 log = logging.getLogger(__name__)
@@ -92,7 +90,7 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: 
             tokenizer=load_tokenizer(str(TINY_FOLDER) if name == TINY else name),
             device=where,
             dtype=module.dtype,
-            vocab_size=_num_embeddings(module),
+            vocab_size=module.get_input_embeddings().num_embeddings,
             context_tokens=context_tokens,
             eos_token_ids=frozenset(_as_ids(generation.eos_token_id if generation else None)),
             answer_tokens=generation.max_new_tokens if generation else None,
@@ -107,13 +105,6 @@ def _revision(name: str, module: PreTrainedModel, content: ContentDigest | None)
         # The folder holds an adapter, whose base weights are elsewhere.
         return None
     return revision_of(name, content, module.config, secrets.token_hex(8))
-
-
-def _num_embeddings(module: PreTrainedModel) -> int:
-    embeddings = module.get_input_embeddings()
-    if not isinstance(embeddings, torch.nn.Embedding):
-        raise refusal(str(module.name_or_path), f"its embeddings are {type(embeddings).__name__}")
-    return embeddings.num_embeddings
 
 
 def resolve_device(device: str) -> torch.device:
@@ -149,21 +140,22 @@ def inspect_config(name: str, dtype: str) -> KVShape | None:
         except (OSError, ValueError):
             return None
     refuse_by_config(name, config)
+    return _kv_shape(config, getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype))
+
+
+def _kv_shape(config: Any, dtype: torch.dtype | None) -> KVShape | None:
+    """Return the shape of the KV that a configuration describes; None if it lacks the sizes."""
     text = config.get_text_config()
     num_layers, num_heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
     if not (num_layers and num_heads):
         return None
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    wanted = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
-    return KVShape(
-        num_layers, getattr(text, "num_key_value_heads", None) or num_heads, head_dim, wanted or torch.float32
-    )
+    return KVShape(num_layers, num_kv_heads, head_dim, dtype or torch.float32)
 
 
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     with _loading(name):
-        if is_missing_folder(name):
-            raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name)
         refuse_by_config(name, config)
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -267,44 +259,30 @@ def _tiny(dtype: str) -> PreTrainedModel:
     return module
 
 
-@torch.inference_mode()
 def inspect_model(model: LoadedModel) -> KVShape:
     """Return the shape of the model's KV.
 
     Raises:
-        StartError: its layers are not all plain attention of one shape.
+        StartError: paged attention does not compute what the model's own attention computes.
     """
-    ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3) % model.vocab_size
-    shape_of: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def attend(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """Attend within one row, and record the shape of the layer's keys and values."""
-        shape_of[layer] = (tuple(key.shape[1:]), tuple(value.shape[1:]))
-        row = (query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
-        return scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-
+    shape = _kv_shape(model.module.config, model.dtype)
+    if shape is None:
+        raise refusal(model.name, "its config lacks the numbers of layers and heads")
     try:
-        _forward(model, ids, 0, attend)
+        deviation = _deviation(model, shape)
     except StartError as error:
         raise refusal(model.name, str(error)) from error
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise refusal(model.name, f"it does not run on plain attention ({type(error).__name__}: {error})") from error
-    num_layers = int(model.module.config.get_text_config().num_hidden_layers)
-    if sorted(shape_of) != list(range(num_layers)):
-        raise refusal(model.name, f"{len(shape_of)} of its {num_layers} layers are plain attention")
-    shapes = {shape for pair in shape_of.values() for shape in pair}
-    if len(shapes) != 1:
-        raise refusal(model.name, f"its layers' keys and values differ in heads or size: {sorted(shapes)}")
-    heads, head_dim = shapes.pop()
-    shape = KVShape(num_layers, heads, head_dim, model.dtype)
-    _compare(model, ids, shape)
+    if not deviation <= MAX_DEVIATION[shape.dtype]:
+        raise refusal(model.name, f"paged attention differs from its own attention by {deviation:.1%}")
     return shape
 
 
-def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
-    """Compare the model's own attention with paged attention, in chunks and scattered pages. Raises if they differ."""
+@torch.inference_mode()
+def _deviation(model: LoadedModel, shape: KVShape) -> float:
+    """Return how far paged attention, in chunks and scattered pages, is from the model's own."""
+    ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3) % model.vocab_size
     num_blocks = -(-PROBE_TOKENS // PROBE_BLOCK_SIZE)
     cache = PagedKVCache(shape, num_blocks, PROBE_BLOCK_SIZE, model.device)
     blocks = torch.arange(num_blocks, device=model.device).flip(0)
@@ -313,21 +291,14 @@ def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
         at = torch.arange(done, done + num_new, device=model.device)
         span = Span(0, num_new, done + num_new, blocks[: -(-(done + num_new) // PROBE_BLOCK_SIZE)])
         batch = PagedBatch(cache, [span], blocks[at // PROBE_BLOCK_SIZE], at % PROBE_BLOCK_SIZE)
-        paged.append(_forward(model, ids[done : done + num_new], done, batch.attend))
+        chunk = ids[done : done + num_new]
+        paged.append(
+            model.module(input_ids=chunk[None], position_ids=at[None], use_cache=False, paged=batch.attend).logits[0]
+        )
         done += num_new
     model.module.set_attn_implementation("eager")
     try:
-        own = model.module(input_ids=ids[None], use_cache=False).logits[0]
+        own = model.module(input_ids=ids[None], use_cache=False).logits[0].double()
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
-    own = own.double()
-    deviation = ((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm()).item()
-    if not deviation <= MAX_DEVIATION[shape.dtype]:
-        raise refusal(model.name, f"paged attention differs from its own attention by {deviation:.1%}")
-
-
-def _forward(model: LoadedModel, ids: Tensor, start: int, paged: Attend) -> Tensor:
-    positions = torch.arange(start, start + len(ids), device=model.device)
-    output = model.module(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
-    logits: Tensor = output.logits[0]
-    return logits
+    return ((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm()).item()
