@@ -136,6 +136,8 @@ class Arm:
         self.engine = engine
         engine.attach(self.scheduler, copies)
         engine.start()
+        assert engine._thread.ident is not None
+        self._engine_clock = time.pthread_getcpuclockid(engine._thread.ident)
         for close in (file.close, pool.close, copies.close, engine.close):
             closers.callback(close)
         if writer is not None:
@@ -148,14 +150,14 @@ class Arm:
         """Answer all prompts with bounded concurrency, until all blocks are stored and written."""
         if self.store is not None:
             self.store.start(Inventory(self.manager))
-        process_s, engine_s, started_s = time.process_time(), self.engine.thread_cpu_s, time.perf_counter()
+        process_s, engine_s, started_s = time.process_time(), self._engine_cpu_s(), time.perf_counter()
         asyncio.run(self._answer(prompts))
         wall_s = time.perf_counter() - started_s
         wait_until(self._is_settled, "all stored and sealed", SETTLE_S)
         # The engine thread ends here, because its polling would slow down the other arms.
         if self.store is not None and not self.store.journal.close(SETTLE_S):
             raise SystemExit("the journal did not write all rows")
-        return Taken(wall_s, self.engine.thread_cpu_s - engine_s, time.process_time() - process_s)
+        return Taken(wall_s, self._engine_cpu_s() - engine_s, time.process_time() - process_s)
 
     async def _answer(self, prompts: Sequence[Sequence[int]]) -> None:
         turns = asyncio.Semaphore(STREAMS)
@@ -167,6 +169,10 @@ class Arm:
                     pass
 
         await asyncio.gather(*map(one, prompts))
+
+    def _engine_cpu_s(self) -> float:
+        """Return the CPU time of the engine thread."""
+        return time.clock_gettime(self._engine_clock)
 
     def _is_settled(self) -> bool:
         snapshot = self.scheduler.snapshot()

@@ -152,11 +152,3 @@ def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool
     pool.free(used)
     pool.release(used, reuse_first=True)
     assert list(pool.free_blocks())[-2:] == used[::-1]
-
-
-def test_release_without_a_hold_is_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    pool = BlockPool(2)
-    assert pool.allocate((), 1) == [0]
-    pool.release([0, 0])
-    assert pool.num_free == 1
-    assert len(caplog.records) == 1

@@ -273,24 +273,3 @@ def test_everything_at_once(prompts: list[list[int]], answers: list[list[int]], 
     settle(offloaded)
     # While offloading is off, after copies that were refused, requests are not announced.
     assert offloaded.stats.requests.finished == offloaded.stats.requests.seen > 0
-
-
-def test_a_plan_that_was_never_submitted_ends_and_holds_nothing(
-    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something raises between the plan and its submission: what was planned may neither be stored nor stay open."""
-    offloaded = make_offloaded(device_blocks=200, block_size=4)
-    loop = offloaded.engine._loop
-    submit = loop._submit
-
-    def fail_once(*args: object) -> None:
-        monkeypatch.setattr(loop, "_submit", submit)
-        raise MemoryError("says the test")
-
-    monkeypatch.setattr(loop, "_submit", fail_once)
-    failed = ask_all(offloaded.engine, [prompts[0]], greedy(MAX_TOKENS))[0]
-    assert failed.reason is FinishReason.ERROR
-    settle(offloaded)
-    assert offloaded.engine.pool.num_held == 0
-    assert offloaded.stats.store.failed > 0
-    assert ask_all(offloaded.engine, [prompts[0]], greedy(MAX_TOKENS))[0].token_ids == answers[0]

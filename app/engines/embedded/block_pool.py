@@ -7,7 +7,6 @@ found by hash, until they are allocated again, least recently used first. Every 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
@@ -15,8 +14,6 @@ import numpy as np
 
 from kvferry.core.engine_api import UnknownAdapter
 from kvferry.core.keys import Key, hash_of, make_keys
-
-log = logging.getLogger(__name__)
 
 HASH_BYTES = 32
 HASH_SEED = b"kvferry/blocks/1"
@@ -75,7 +72,6 @@ class BlockPool:
         """Held blocks that were free when they were held, and that no request has used since."""
         self._allocated: dict[int, bytes | None] = {}
         """Blocks allocated since the last `take_allocated`, with the hash that each had before."""
-        self._has_logged_release = False
 
     @property
     def num_free(self) -> int:
@@ -133,12 +129,6 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """See `kvferry.core.engine_api.DeviceView`. The last blocks are reused first."""
         for block in reversed(block_ids):
-            if self._holds[block] == 0:
-                if not self._has_logged_release:
-                    self._has_logged_release = True
-                    # Under the manager lock, which an error in kvferry may hold up once.
-                    log.error("device block released without being held: %d; ignored, later ones are not logged", block)
-                continue
             self._holds[block] -= 1
             self._queue_if_free(block, reuse_first=reuse_first)
 

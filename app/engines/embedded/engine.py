@@ -164,11 +164,6 @@ class EmbeddedEngine:
         """Return the latest error that the engine survived."""
         return self._loop.errors.last
 
-    @property
-    def thread_cpu_s(self) -> float:
-        """Return the CPU time of the engine thread, up to its last step."""
-        return self._loop.thread_cpu_s
-
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, prompt_token_ids: Sequence[int], sampling: Sampling, **more: Any) -> OutputStream:
@@ -228,16 +223,13 @@ class EmbeddedEngine:
         """Raise the 400 for a prompt that can never be served."""
         if not prompt:
             raise bad_request("prompt is empty: send at least one token", "prompt")
-        pool_tokens = self.settings.device_blocks * self.settings.block_size
-        for limit_tokens, what in (
-            (self.model.context_tokens, "the model's context"),
-            (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks})"),
-        ):
-            if len(prompt) >= limit_tokens:
-                raise too_long(
-                    f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
-                    "prompt",
-                )
+        if len(prompt) >= self.served_tokens:
+            limits = f"the model's context, or KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks}"
+            raise too_long(
+                f"prompt has {len(prompt)} tokens, and this engine holds {self.served_tokens}, one of them for the "
+                f"answer: the limit is {limits}",
+                "prompt",
+            )
         vocab_size = self.model.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             outside = next(token for token in prompt if not 0 <= token < vocab_size)

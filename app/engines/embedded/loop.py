@@ -11,7 +11,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.app.api.errors import Problem
@@ -19,15 +18,13 @@ from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Requ
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, Scheduler
 from kvferry.app.guard import ErrorLog
-from kvferry.core.transfers import TransferJob, TransferResult
+from kvferry.core.transfers import TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES = 64
-"""New requests, and canceled ones, that a step takes, so that a call of thousands of prompts does not hold it up."""
-MAX_NEW_TOKENS = 1 << 15
-"""A step takes no more new requests once their prompts have this many tokens."""
+MAX_NEW_REQUESTS = 64
+"""New requests that a step takes, so that a call of thousands of prompts does not hold it up."""
 RECHECK_S = 0.01
 """Poll interval without compute, while transfers are open or requests wait."""
 ERROR_BACKOFF_S = 1.0
@@ -48,8 +45,8 @@ class Inbox:
     def __init__(self) -> None:
         self.is_open = False
         self._changed = threading.Condition()
-        self._new: deque[Request] = deque()
-        self._canceled: deque[Request] = deque()
+        self._new: list[Request] = []
+        self._canceled: list[Request] = []
         self._live: dict[str, Request] = {}
         """Requests that have not ended, by id."""
         self._is_woken = False
@@ -107,15 +104,11 @@ class Inbox:
             return self.is_open
 
     def take(self) -> tuple[list[Request], list[Request]]:
-        """Return canceled and new requests, as many as one step takes."""
+        """Return new requests, as many as one step takes, and the canceled ones."""
         with self._changed:
-            canceled = [self._canceled.popleft() for _ in range(min(len(self._canceled), MAX_MESSAGES))]
-            new: list[Request] = []
-            num_tokens = 0
-            while self._new and len(new) < MAX_MESSAGES and num_tokens < MAX_NEW_TOKENS:
-                new.append(self._new.popleft())
-                num_tokens += new[-1].num_prompt_tokens
-        return canceled, new
+            new, self._new = self._new[:MAX_NEW_REQUESTS], self._new[MAX_NEW_REQUESTS:]
+            canceled, self._canceled = self._canceled, []
+        return new, canceled
 
     def remove(self, request: Request) -> None:
         """Release the id of a request that ends."""
@@ -124,7 +117,7 @@ class Inbox:
 
 
 class EngineLoop:
-    """The engine's step loop. Thread: engine, except for `reasons`, `errors` and `thread_cpu_s`."""
+    """The engine's step loop. Thread: engine, except for `reasons` and `errors`."""
 
     def __init__(
         self,
@@ -136,8 +129,6 @@ class EngineLoop:
         timer: Callable[[], float],
     ) -> None:
         self.errors = ErrorLog()
-        self.thread_cpu_s = 0.0
-        """CPU time of the engine thread, up to its last step."""
         self.drain_until_s = 0.0
         """When to stop waiting for transfers, by `time.monotonic`, once the inbox is closed."""
         self._inbox = inbox
@@ -146,8 +137,6 @@ class EngineLoop:
         self._copies = copies
         self._clock = clock
         self._timer = timer
-        self._unsubmitted: set[int] = set()
-        """Numbers of the planned jobs that the copy engine does not have yet."""
         self._step_began_s: float | None = None
         """When the running step began, by the timer; None between steps."""
         self._num_failed_steps = 0
@@ -167,7 +156,6 @@ class EngineLoop:
                     self._fail_step("the engine step", self._scheduler.requests(), error)
                     idle_s = ERROR_BACKOFF_S
                 self._step_began_s = None
-                self.thread_cpu_s = time.thread_time()
         finally:
             self._inbox.close()
             self._drain()
@@ -191,18 +179,23 @@ class EngineLoop:
         self._scheduler.end_transfers(self._copies.poll(), now_s)
         step = self._scheduler.schedule(now_s)
         chunks, plan = list(step.chunks.values()), step.plan
-        self._unsubmitted = {job.job_id for job in plan.jobs}
         # offload: stores ahead first, because they read blocks that the rest of the step writes to.
-        self._submit(plan.stores_ahead, self._copies.submit_ahead)
+        for job in plan.stores_ahead:
+            self._copies.submit_ahead(job)
         # offload: loads before the compute, which hides them: it uses none of their blocks.
-        self._submit(plan.loads, self._copies.submit)
+        for job in plan.loads:
+            self._copies.submit(job)
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
             self._fail_step("the forward pass", [chunk.request for chunk in chunks], error)
+            # offload: every planned job ends once, also one that is not submitted.
+            results = [TransferResult(job.job_id, error="not submitted: the forward pass failed") for job in plan.stores]
+            self._scheduler.end_transfers(results, now_s)
             return 0.0
         # offload: the other stores after the compute, which fills their blocks.
-        self._submit(plan.stores, self._copies.submit)
+        for job in plan.stores:
+            self._copies.submit(job)
         self._send_tokens(chunks, tokens)
         if chunks:
             self._num_failed_steps = 0
@@ -211,18 +204,13 @@ class EngineLoop:
 
     def _read_inbox(self, now_s: float) -> None:
         """Add new requests, and end canceled ones, some of which may not have been added yet."""
-        canceled, new = self._inbox.take()
+        new, canceled = self._inbox.take()
         for request in new:
             if not request.is_canceled:
                 self._scheduler.add(request, now_s)
         for request in canceled:
             if request.finish_reason is None:
                 self._end(request, FinishReason.ABORT)
-
-    def _submit(self, jobs: Sequence[TransferJob], submit: Callable[[TransferJob], None]) -> None:
-        for job in jobs:
-            submit(job)
-            self._unsubmitted.discard(job.job_id)
 
     def _send_tokens(self, chunks: Sequence[Chunk], tokens: Sequence[int | None]) -> None:
         """Record what was computed, and send the sampled tokens to the clients."""
@@ -259,14 +247,11 @@ class EngineLoop:
             self._end(request, FinishReason.ERROR, message)
 
     def _fail_step(self, where: str, requests: Sequence[Request], error: Exception) -> None:
-        """End the requests of a failed step, and the jobs that it has planned and not submitted."""
+        """End the requests of a failed step."""
         self.errors.record(f"{where}, whose requests end with an error", error)
         self._num_failed_steps += 1
         self._failed_s = self._timer()
         self._fail(requests, error)
-        unsubmitted, self._unsubmitted = self._unsubmitted, set()
-        results = [TransferResult(job_id, error=f"never submitted: {error}") for job_id in unsubmitted]
-        self._scheduler.end_transfers(results, self._clock())
 
     def _drain(self) -> None:
         """Abort all requests, and wait until no transfer accesses a device block, for a bounded time."""
@@ -275,7 +260,8 @@ class EngineLoop:
         while True:
             now_s = self._clock()
             self._scheduler.end_transfers(self._copies.poll(), now_s)
-            self._submit(self._scheduler.schedule(now_s).plan.jobs, self._copies.submit)
+            for job in self._scheduler.schedule(now_s).plan.jobs:
+                self._copies.submit(job)
             num_held = self._scheduler.pool.num_held
             if not num_held:
                 return

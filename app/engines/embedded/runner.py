@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from kvferry.app.engines.embedded.attention import PagedBatch, PagedKVCache, Span
 from kvferry.app.engines.embedded.model import LoadedModel
@@ -30,28 +31,17 @@ def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[
 
 
 def _draw(logits: Tensor, request: Request) -> Tensor:
-    """Draw in proportion to probability, as the largest ratio of probability to exponential noise, without sorting."""
+    """Draw a token in proportion to its probability."""
     if request.generator is None:
         request.generator = torch.Generator(device=logits.device)
         if request.sampling.seed is None:
             request.generator.seed()
         else:
             request.generator.manual_seed(request.sampling.seed)
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probabilities = torch.softmax((scores - scores.max()) / request.sampling.temperature, dim=-1)
+    scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32)) / request.sampling.temperature
     if request.sampling.top_p < 1:
-        probabilities = _nucleus(probabilities, request.sampling.top_p)
-    noise = torch.empty_like(probabilities).exponential_(generator=request.generator)
-    return (probabilities / noise).argmax()
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the most likely tokens that together reach `top_p`; the most likely one is always kept."""
-    ordered, index = probabilities.sort(descending=True)
-    is_beyond = ordered.cumsum(dim=-1) - ordered >= top_p
-    is_beyond[0] = False  # a tiny `top_p` is 0 in the precision of the comparison
-    ordered[is_beyond] = 0
-    return torch.zeros_like(probabilities).scatter(0, index, ordered)
+        scores = TopPLogitsWarper(request.sampling.top_p)(torch.empty(0), scores)
+    return torch.multinomial(torch.softmax(scores[0], dim=-1), 1, generator=request.generator)[0]
 
 
 class ModelRunner:
