@@ -137,7 +137,7 @@ class Bench:
 
     def flush_device(self) -> None:
         """Use every device block for content that is not stored in the pool."""
-        limit = self.engine.served_tokens - self.scale.answer_tokens
+        limit = self.engine.max_model_len - self.scale.answer_tokens
         held = self.engine.settings.device_blocks * self.engine.settings.block_size
         for _ in range(-(-held // limit)):
             asyncio.run(self.ask(self.prompt(limit), kv_transfer_params=WITHOUT))

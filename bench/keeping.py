@@ -136,8 +136,7 @@ class Arm:
         self.engine = engine
         engine.attach(self.scheduler, copies)
         engine.start()
-        assert engine._thread.ident is not None
-        self._engine_clock = time.pthread_getcpuclockid(engine._thread.ident)
+        self._engine_clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
         for close in (file.close, pool.close, copies.close, engine.close):
             closers.callback(close)
         if writer is not None:

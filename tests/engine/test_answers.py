@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvferry.app.engines.embedded.api import TEXT_FORM, Answer
 from kvferry.app.engines.embedded.block_pool import hash_prompt
-from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
-from kvferry.app.engines.embedded.protocol import CompletionRequest, StreamOptions
-from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Sampling
-from tests.harness.effort import num_lines_run
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
+from kvferry.app.engines.embedded.request import ClientOptions, Sampling
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
@@ -152,23 +147,3 @@ def test_sampling_when_a_limit_is_tiny_is_greedy(limit: dict[str, float], make_e
     likeliest = [answer.token_ids for answer in ask_all(engine, prompts, greedy(8))]
     sampled = ask_all(engine, prompts, Sampling(max_tokens=8, ignore_eos=True, **limit))  # type: ignore[arg-type]
     assert [answer.token_ids for answer in sampled] == likeliest
-
-
-def test_usage_of_each_chunk_costs_the_same_however_many_prompts() -> None:
-    async def cost(num_prompts: int) -> int:
-        outputs = OutputStream(num_prompts, lambda: None)
-        usage = StreamOptions(include_usage=True, continuous_usage_stats=True)
-        body = CompletionRequest(prompt=[[3]] * num_prompts, stream=True, stream_options=usage)
-        events = Answer(TEXT_FORM, "tiny", "r", outputs, body).events()
-        for number in range(num_prompts):
-            outputs.push(number, OutputDelta((3,), "a", None, 2, 1))
-        for number in range(num_prompts):
-            chunk = json.loads((await anext(events))["data"])
-            assert chunk["usage"]["total_tokens"] == 3 * (number + 1)
-            assert chunk["usage"]["prompt_tokens_details"]["cached_tokens"] == number + 1
-        outputs.push(0, OutputDelta((3, 4), "bc", None, 2, 1))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return num_lines_run(lambda: next(anext(events).__await__(), None))
-
-    assert run(cost(200)) == run(cost(2))

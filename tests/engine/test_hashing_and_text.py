@@ -175,7 +175,7 @@ def test_detokenizing_when_tokens_have_no_text_is_linear() -> None:
     def cost(num_tokens: int) -> int:
         tokenizer = CountingTokenizer()
         stream = TextStream(tokenizer)
-        assert not any([stream.push(1) for _ in range(num_tokens)])
+        assert not any(stream.push(1) for _ in range(num_tokens))
         assert stream.push(70) == "C"
         return tokenizer.num_decoded
 

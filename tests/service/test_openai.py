@@ -234,3 +234,6 @@ def test_example_of_the_documentation_prints_a_chat(service: Served) -> None:
 
 def test_models_have_their_context(client: openai.OpenAI) -> None:
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("tiny", 8192)]  # type: ignore[attr-defined]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")

@@ -59,7 +59,7 @@ def completions_router(engine: EmbeddedEngine, traces: Traces | None = None) -> 
         "created": int(time.time()),
         "owned_by": "kvferry",
         "root": str(TINY_FOLDER) if engine.settings.model == TINY else engine.settings.model,
-        "max_model_len": engine.served_tokens,
+        "max_model_len": engine.max_model_len,
     }
 
     @router.get("/models")
@@ -112,7 +112,7 @@ def _prepare(
     """
     call = read_body(form.body, body)
     _check_model(engine, call.model)
-    sampling = _sampling(call, engine.served_tokens, engine.answer_tokens)
+    sampling = _sampling(call, engine.max_model_len, engine.chat_tokens)
     prompts = _token_prompts(engine, call)
     options = ClientOptions(call.cache_salt, call.kv_transfer_params, call.priority or 0, call.session_id or session)
     alias = form.id_prefix + request_id
@@ -141,9 +141,9 @@ def _check_model(engine: EmbeddedEngine, model: str | None) -> None:
         raise Problem(404, message, extras={"param": "model", "code": "model_not_found"})
 
 
-def _sampling(call: CompletionRequest | ChatRequest, served_tokens: int, usual_tokens: int) -> Sampling:
+def _sampling(call: CompletionRequest | ChatRequest, max_model_len: int, chat_tokens: int) -> Sampling:
     min_tokens = call.min_tokens or 0
-    max_tokens = call.answer_tokens(min(max(usual_tokens, min_tokens), served_tokens))
+    max_tokens = call.max_answer_tokens(min(max(chat_tokens, min_tokens), max_model_len))
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens={bounded_repr(min_tokens)}: must be at most max_tokens, which is {max_tokens}", "min_tokens"
@@ -179,9 +179,9 @@ def _token_prompts(engine: EmbeddedEngine, call: CompletionRequest | ChatRequest
 
 def _tokenize(engine: EmbeddedEngine, field: str, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
     """Return the ids of a text, which is not tokenized if its characters are too many for the model."""
-    max_chars = engine.served_tokens * engine.model.tokenizer.max_token_chars
+    max_chars = engine.max_model_len * engine.model.tokenizer.max_token_chars
     if num_chars > max_chars:
-        limit = f"{max_chars} that {engine.served_tokens} tokens can hold"
+        limit = f"{max_chars} that {engine.max_model_len} tokens can hold"
         raise too_long(f"{field} has {num_chars} characters, more than the {limit}", field)
     try:
         return encode()

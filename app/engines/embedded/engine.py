@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class OutputStream:
-    """Async iterator over the outputs of a call's requests, each with the number of its request in the call.
-
-    It ends after the last output of every request.
-    """
+    """Outputs of a call's requests, each with the number of its request in the call, until all requests have ended."""
 
     def __init__(self, num_requests: int, cancel: Callable[[], None]) -> None:
         """Bind to the running event loop. `cancel` ends the requests early."""
@@ -49,15 +46,11 @@ class OutputStream:
         self._outputs: asyncio.Queue[tuple[int, OutputDelta]] = asyncio.Queue()
         self._num_running = num_requests
 
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> tuple[int, OutputDelta]:
-        if not self._num_running:
-            raise StopAsyncIteration
-        index, delta = await self._outputs.get()
-        self._num_running -= delta.finish_reason is not None
-        return index, delta
+    async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        while self._num_running:
+            index, delta = await self._outputs.get()
+            self._num_running -= delta.finish_reason is not None
+            yield index, delta
 
     def cancel(self) -> None:
         """End the requests that still run, because their client is gone."""
@@ -106,9 +99,9 @@ class EmbeddedEngine:
             f"{self.block_bytes:,}",
             f"{settings.device_blocks * self.block_bytes:,}",
         )
-        self.served_tokens = min(self.model.context_tokens, settings.device_blocks * settings.block_size)
+        self.max_model_len = min(self.model.context_tokens, settings.device_blocks * settings.block_size)
         """Most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
-        self.answer_tokens = min(self.model.answer_tokens or self.served_tokens, self.served_tokens)
+        self.chat_tokens = min(self.model.chat_tokens or self.max_model_len, self.max_model_len)
         """Most tokens of a chat's answer when the call sets no limit."""
         self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
         self.pool = BlockPool(settings.device_blocks)
@@ -187,7 +180,7 @@ class EmbeddedEngine:
             Problem: a 400, because the request can never be served.
         """
         self._check(prompt_token_ids)
-        max_tokens = min(sampling.max_tokens, self.served_tokens - len(prompt_token_ids))
+        max_tokens = min(sampling.max_tokens, self.max_model_len - len(prompt_token_ids))
         return Request(
             request_id or secrets.token_hex(16),
             prompt_token_ids,
@@ -223,11 +216,10 @@ class EmbeddedEngine:
         """Raise the 400 for a prompt that can never be served."""
         if not prompt:
             raise bad_request("prompt is empty: send at least one token", "prompt")
-        if len(prompt) >= self.served_tokens:
-            limits = f"the model's context, or KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks}"
+        if len(prompt) >= self.max_model_len:
             raise too_long(
-                f"prompt has {len(prompt)} tokens, and this engine holds {self.served_tokens}, one of them for the "
-                f"answer: the limit is {limits}",
+                f"prompt has {len(prompt)} tokens, and the limit is {self.max_model_len}, one of them for the answer: "
+                f"the model's context, or what KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks} hold",
                 "prompt",
             )
         vocab_size = self.model.vocab_size

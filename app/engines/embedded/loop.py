@@ -190,7 +190,7 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
             self._fail_step("the forward pass", [chunk.request for chunk in chunks], error)
             # offload: every planned job ends once, also one that is not submitted.
-            results = [TransferResult(job.job_id, error="not submitted: the forward pass failed") for job in plan.stores]
+            results = [TransferResult(job.job_id, error="not submitted: no forward pass") for job in plan.stores]
             self._scheduler.end_transfers(results, now_s)
             return 0.0
         # offload: the other stores after the compute, which fills their blocks.

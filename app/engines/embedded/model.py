@@ -30,7 +30,7 @@ TINY = "tiny"
 TINY_VOCAB_SIZE = 3 + 256
 PAD_ID, EOS_ID = 0, 1
 TINY_CONTEXT_TOKENS = 8192
-TINY_ANSWER_TOKENS = 512
+TINY_CHAT_TOKENS = 512
 """`tiny` answers noise without an end: more than this for a chat without a limit would only keep its client waiting."""
 TINY_SEED = 20
 TINY_GAIN = 1.5
@@ -57,7 +57,7 @@ class LoadedModel:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
-    answer_tokens: int | None
+    chat_tokens: int | None
     """Most tokens of a chat's answer if the call sets no limit: `max_new_tokens` of the generation config, if any."""
     revision: str | None
     """Identity of the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown."""
@@ -90,10 +90,10 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: 
             tokenizer=load_tokenizer(str(TINY_FOLDER) if name == TINY else name),
             device=where,
             dtype=module.dtype,
-            vocab_size=module.get_input_embeddings().num_embeddings,
+            vocab_size=config.vocab_size,
             context_tokens=context_tokens,
             eos_token_ids=frozenset(_as_ids(generation.eos_token_id if generation else None)),
-            answer_tokens=generation.max_new_tokens if generation else None,
+            chat_tokens=generation.max_new_tokens if generation else None,
             revision=_revision(name, module, content),
         )
 
@@ -244,7 +244,7 @@ def _tiny(dtype: str) -> PreTrainedModel:
     config = tiny_config()
     config._attn_implementation = ATTENTION_NAME
     module: PreTrainedModel = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    module.generation_config.max_new_tokens = TINY_ANSWER_TOKENS
+    module.generation_config.max_new_tokens = TINY_CHAT_TOKENS
     generator = torch.Generator().manual_seed(TINY_SEED)
     with torch.no_grad():
         for name, weight in sorted(module.named_parameters()):
@@ -301,4 +301,4 @@ def _deviation(model: LoadedModel, shape: KVShape) -> float:
         own = model.module(input_ids=ids[None], use_cache=False).logits[0].double()
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
-    return ((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm()).item()
+    return float((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm())

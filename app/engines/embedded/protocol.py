@@ -151,7 +151,7 @@ class CompletionRequest(CallBody):
     logprobs: None = None
     suffix: Literal[""] | None = None
 
-    def answer_tokens(self, unset_tokens: int) -> int:
+    def max_answer_tokens(self, default_tokens: int) -> int:
         """Return the most tokens of the answer."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
@@ -201,10 +201,10 @@ class ChatRequest(CallBody):
     functions: Empty | None = None
     response_format: TextFormat | None = None
 
-    def answer_tokens(self, unset_tokens: int) -> int:
-        """Return the most tokens of the answer; `unset_tokens` if the chat sets no limit."""
+    def max_answer_tokens(self, default_tokens: int) -> int:
+        """Return the most tokens of the answer; `default_tokens` if the chat sets no limit."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return unset_tokens if given is None else given
+        return default_tokens if given is None else given
 
 
 # ---- reading a body --------------------------------------------------------------------------------------------------
