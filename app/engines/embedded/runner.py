@@ -41,7 +41,9 @@ def _draw(logits: Tensor, request: Request) -> Tensor:
     scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32)) / request.sampling.temperature
     if request.sampling.top_p < 1:
         scores = TopPLogitsWarper(request.sampling.top_p)(torch.empty(0), scores)
-    return torch.multinomial(torch.softmax(scores[0], dim=-1), 1, generator=request.generator)[0]
+    # The largest ratio to exponential noise: faster than `torch.multinomial`, which sums up all of them.
+    probabilities = torch.softmax(scores[0], dim=-1)
+    return (probabilities / torch.empty_like(probabilities).exponential_(generator=request.generator)).argmax()
 
 
 class ModelRunner:
