@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.core.pool.events import CacheEvent, EventSink
 from kvferry.core.stats import BalanceCounts
@@ -117,7 +117,7 @@ class HookTimer:
 
 
 class GuardedCopies:
-    """A `CopyEngine` whose `submit` and `poll` do not raise, and that ends every job once.
+    """Calls of a `CopyEngine` by the engine thread: they do not raise, and every job ends once.
 
     A job that `submit` refused has failed. If `poll` raises, or it is unknown whether `submit` refused a job, jobs that
     have ended and are not in the results of the next call have failed. Thread: engine.
@@ -168,18 +168,6 @@ class GuardedCopies:
                 self._open.discard(one.job_id)
             self._doubtful &= self._open
             return results
-
-    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """See `CopyEngine`."""
-        return self._inner.wait(job_ids, timeout_s)
-
-    def is_alive(self) -> bool:
-        """See `CopyEngine`."""
-        return self._inner.is_alive()
-
-    def close(self) -> None:
-        """See `CopyEngine`."""
-        self._inner.close()
 
     def _submit(self, job: TransferJob, submit: Callable[[TransferJob], None]) -> None:
         self._open.add(job.job_id)

@@ -25,6 +25,7 @@ from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Req
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Offload, Scheduler
 from kvferry.app.engines.embedded.tokenizer import TextStream
+from kvferry.app.guard import GuardedCopies
 from kvferry.app.settings import Settings
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -114,7 +115,7 @@ class EmbeddedEngine:
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
-    def attach(self, offload: Offload, copies: CopyEngine) -> None:
+    def attach(self, offload: Offload, copies: CopyEngine | GuardedCopies) -> None:
         """Attach an offload scheduler and its copy engine, before `start`."""
         settings = self.settings
         scheduler = Scheduler(

@@ -17,7 +17,7 @@ from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, Scheduler
-from kvferry.app.guard import ErrorLog
+from kvferry.app.guard import ErrorLog, GuardedCopies
 from kvferry.core.transfers import TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -124,7 +124,7 @@ class EngineLoop:
         inbox: Inbox,
         scheduler: Scheduler,
         runner: ModelRunner,
-        copies: CopyEngine,
+        copies: CopyEngine | GuardedCopies,
         clock: Callable[[], float],
         timer: Callable[[], float],
     ) -> None:
