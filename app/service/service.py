@@ -76,54 +76,54 @@ OVERDUE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineHooks:
-    """Calls from the service to the engine. Each returns at once; the first two are called on any thread.
-
-    Attributes:
-        wake: Called when a tier has a result that a request may wait for.
-        step: Has an idle engine take a step.
-        reasons: Returns why the engine should get no traffic.
-        hash_prompt: Makes the block hashes of a prompt; may take a while. None without an engine.
-        decode: Returns the text of token ids; None where no tokenizer is at hand.
-        kv_events: Returns the counts of its KV events; None where it publishes none.
-    """
+    """Calls from the service to the engine. Each returns at once, except for `hash_prompt`. Thread: any."""
 
     wake: Callable[[], None] = lambda: None
+    """Called when a tier has a result that a request may wait for."""
     step: Callable[[], None] = lambda: None
+    """Has an idle engine take a step."""
     reasons: Callable[[], list[str]] = list
+    """Returns why the engine should get no traffic."""
     hash_prompt: HashPrompt | None = None
+    """Makes the block hashes of a prompt; None without an engine."""
     decode: Callable[[Sequence[int]], str] | None = None
+    """Returns the text of token ids; None where no tokenizer is at hand."""
     kv_events: Callable[[], KVEventCounts | None] = lambda: None
+    """Returns the counts of the engine's KV events; None where it publishes none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBinding:
-    """An engine as the service sees it.
-
-    `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
-    before they leave the device. Up to `steps_in_flight` steps are planned while one is computed. `sinks` receive the
-    pool's events, as the feed does. The device's KV cache has `device_bytes` on all ranks; 0: unknown.
-    """
+    """An engine as the service sees it."""
 
     name: str
     info: EngineInfo
     layout: GroupLayout
     fingerprint: Mapping[str, object]
+    """Everything that changes what bytes mean."""
     device: DeviceView
     watermark_blocks: int
+    """How many of the next blocks to leave the device are stored ahead, in lazy mode."""
     steps_in_flight: int = 0
+    """Steps that may be planned while one is computed."""
     hooks: EngineHooks = field(default_factory=EngineHooks)
     sinks: Sequence[EventSink] = ()
+    """Receivers of the pool's events, besides the feed."""
     device_bytes: int = 0
+    """Size of the device's KV cache on all ranks; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolBinding:
-    """The host pool: its `memory` on all ranks, this process's mapping of it, and the header writer of a kept pool."""
+    """The host pool as the service sees it."""
 
     plan: PoolPlan
     memory: PoolMemory
+    """The pool on all ranks."""
     mapped: HostPool | None
+    """This process's mapping; None if it has none."""
     kept: HeaderWriter | None = None
+    """The header writer of a kept pool."""
 
 
 class OffloadService:

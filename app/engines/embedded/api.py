@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 from starlette.background import BackgroundTask
 
 from kvferry.app.api.errors import Problem, bad_request, too_long
@@ -30,7 +31,6 @@ from kvferry.app.engines.embedded.protocol import (
     CompletionRequest,
     ModelCard,
     ModelList,
-    inline_schema,
     read_body,
 )
 from kvferry.app.engines.embedded.request import ClientOptions, FinishReason, OutputDelta, Sampling
@@ -386,7 +386,7 @@ _ERROR = {
 
 def _described(engine: EmbeddedEngine, form: Form) -> dict[str, Any]:
     """Return the description of a call for its route; its body has the bounds of this model's token ids."""
-    body, last = inline_schema(form.body), engine.model.vocab_size - 1
+    body, last = _inline_schema(form.body), engine.model.vocab_size - 1
     if "prompt" in body["properties"]:
         body["properties"]["prompt"]["items"] = {"maximum": last, "items": {"maximum": last}}
     answers = {
@@ -399,3 +399,20 @@ def _described(engine: EmbeddedEngine, form: Form) -> dict[str, Any]:
         "responses": {200: answers},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}},
     }
+
+
+def _inline_schema(body: type[BaseModel]) -> Any:
+    """Return the JSON Schema of a body, without references."""
+    schema = body.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inline(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return inline(definitions[part["$ref"].rsplit("/", 1)[1]])
+        return {name: inline(value) for name, value in part.items()}
+
+    return inline(schema)

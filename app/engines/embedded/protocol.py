@@ -272,20 +272,3 @@ class ModelList(TypedDict):
 
     object: str
     data: list[ModelCard]
-
-
-def inline_schema(body: type[BaseModel]) -> Any:
-    """Return the JSON Schema of a body, without references."""
-    schema = body.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inline(part: Any) -> Any:
-        if isinstance(part, list):
-            return [inline(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return inline(definitions[part["$ref"].rsplit("/", 1)[1]])
-        return {name: inline(value) for name, value in part.items()}
-
-    return inline(schema)
