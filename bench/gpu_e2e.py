@@ -33,7 +33,7 @@ from bench.parts import Parts
 from bench.report import environment, spread
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.model import TINY
-from kvferry.app.engines.embedded.request import ClientOptions, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, SamplingParams
 from kvferry.app.serve.process import Process
 from kvferry.app.settings import Settings
 from kvferry.app.telemetry.logs import start_logging
@@ -118,7 +118,7 @@ class Bench:
         """Return the seconds to the first token, the answer, and the number of cached prompt tokens."""
         started_s = time.perf_counter()
         first_s, tokens, cached = 0.0, [], 0
-        sampling = Sampling(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
         async for _, delta in self.engine.submit(prompt, sampling, options=ClientOptions(**more)):
             if not tokens:
                 first_s = time.perf_counter() - started_s

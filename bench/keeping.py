@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.report import median_interval, spread, verdict
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
 from kvferry.app.engines.embedded.model import TINY
-from kvferry.app.engines.embedded.request import Sampling
+from kvferry.app.engines.embedded.request import SamplingParams
 from kvferry.app.settings import Settings
 from kvferry.app.store import MetadataStore
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
@@ -160,7 +160,7 @@ class Arm:
 
     async def _answer(self, prompts: Sequence[Sequence[int]]) -> None:
         turns = asyncio.Semaphore(STREAMS)
-        sampling = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 
         async def one(prompt: Sequence[int]) -> None:
             async with turns:

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.app.engines.embedded.block_pool import hash_prompt
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
-from kvferry.app.engines.embedded.request import ClientOptions, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, SamplingParams
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
@@ -131,11 +131,15 @@ def test_sampling_is_repeatable_by_seed_whatever_runs_beside_it(make_engine: Mak
     engine = make_engine(dtype="float64")
     engine.start()
     prompt = [9, 8, 7, 6]
-    alone = ask_all(engine, [prompt], Sampling(max_tokens=12, seed=5, ignore_eos=True))[0].token_ids
-    crowd = ask_all(engine, [prompt] * 3 + random_prompts(8, 4, 30), Sampling(max_tokens=12, seed=5, ignore_eos=True))
+    alone = ask_all(engine, [prompt], SamplingParams(max_tokens=12, seed=5, ignore_eos=True))[0].token_ids
+    crowd = ask_all(
+        engine, [prompt] * 3 + random_prompts(8, 4, 30), SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    )
     assert [answer.token_ids for answer in crowd[:3]] == [alone] * 3
-    other = ask_all(engine, [prompt], Sampling(max_tokens=12, seed=6, ignore_eos=True))[0].token_ids
-    unseeded = [ask_all(engine, [prompt], Sampling(max_tokens=12, ignore_eos=True))[0].token_ids for _ in range(2)]
+    other = ask_all(engine, [prompt], SamplingParams(max_tokens=12, seed=6, ignore_eos=True))[0].token_ids
+    unseeded = [
+        ask_all(engine, [prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids for _ in range(2)
+    ]
     assert len({tuple(alone), tuple(other), *map(tuple, unseeded)}) == 4
 
 
@@ -145,5 +149,5 @@ def test_sampling_when_a_limit_is_tiny_is_greedy(limit: dict[str, float], make_e
     engine.start()
     prompts = random_prompts(9, 4, 20)
     likeliest = [answer.token_ids for answer in ask_all(engine, prompts, greedy(8))]
-    sampled = ask_all(engine, prompts, Sampling(max_tokens=8, ignore_eos=True, **limit))  # type: ignore[arg-type]
+    sampled = ask_all(engine, prompts, SamplingParams(max_tokens=8, ignore_eos=True, **limit))  # type: ignore[arg-type]
     assert [answer.token_ids for answer in sampled] == likeliest

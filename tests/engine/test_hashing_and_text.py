@@ -16,7 +16,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     CheckpointTokenizer,
     NoTokenizer,
     StopScanner,
-    TextStream,
+    Detokenizer,
     Tokenizer,
     load_tokenizer,
 )
@@ -63,7 +63,7 @@ def tiny() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> str:
-    stream = TextStream(tokenizer)
+    stream = Detokenizer(tokenizer)
     return "".join([stream.push(i) for i in ids] + [stream.flush()])
 
 
@@ -122,14 +122,14 @@ def test_chat_template_of_a_checkpoint_makes_the_prompt() -> None:
 
 
 def test_stop_string_when_before_min_tokens_does_not_count(tiny: Tokenizer) -> None:
-    scanner = StopScanner(TextStream(tiny), ["ab"])
+    scanner = StopScanner(Detokenizer(tiny), ["ab"])
     pieces = [scanner.push(token, number > 2) for number, token in enumerate(tiny.encode("abab"))]
     assert pieces == [("", False), ("a", False), ("b", False), ("", True)]
 
 
 def test_no_piece_shows_half_a_character(tiny: Tokenizer) -> None:
     for tokenizer in (tiny, CheckpointTokenizer(byte_tokenizer())):
-        stream = TextStream(tokenizer)
+        stream = Detokenizer(tokenizer)
         assert [stream.push(i) for i in tokenizer.encode("a\u20acb")] == ["a", "", "", "\u20ac", "b"]
 
 
@@ -140,7 +140,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 
 def until_stop(tokenizer: Tokenizer, text: str, stops: list[str]) -> str:
-    scanner, sent = StopScanner(TextStream(tokenizer), stops), ""
+    scanner, sent = StopScanner(Detokenizer(tokenizer), stops), ""
     for token in tokenizer.encode(text):
         piece, stopped = scanner.push(token)
         sent += piece
@@ -174,7 +174,7 @@ class CountingTokenizer(NoTokenizer):
 def test_detokenizing_when_tokens_have_no_text_is_linear() -> None:
     def cost(num_tokens: int) -> int:
         tokenizer = CountingTokenizer()
-        stream = TextStream(tokenizer)
+        stream = Detokenizer(tokenizer)
         assert not any(stream.push(1) for _ in range(num_tokens))
         assert stream.push(70) == "C"
         return tokenizer.num_decoded

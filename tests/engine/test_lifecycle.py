@@ -13,7 +13,7 @@ import pytest
 from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
-from kvferry.app.engines.embedded.request import FinishReason, Sampling
+from kvferry.app.engines.embedded.request import FinishReason, SamplingParams
 from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
 from kvferry.app.settings import Settings
 from kvferry.core.engine_api import StepProgress
@@ -241,7 +241,7 @@ def test_answers_end_where_they_should(make_engine: Make) -> None:
     stopped = ask_all(engine, [[5, 6, 7]], greedy(40, stop=(stop,)))[0]
     assert stopped.text == text.text[: text.text.index(stop)]
     assert stopped.reason is FinishReason.STOP
-    ended = ask_all(engine, random_prompts(4, 3, 9), Sampling(max_tokens=400, temperature=0))
+    ended = ask_all(engine, random_prompts(4, 3, 9), SamplingParams(max_tokens=400, temperature=0))
     for answer in ended:
         assert answer.last is not None
         reason = FinishReason.STOP if answer.token_ids[-1] == 1 else FinishReason.LENGTH

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvferry.app.engines.embedded.engine import EmbeddedEngine, OutputStream
 from kvferry.app.engines.embedded.model import load_model
-from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Sampling
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, SamplingParams
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
@@ -104,8 +104,8 @@ class Answer:
         return self.last.num_cached_tokens
 
 
-def greedy(max_tokens: int, **more: Any) -> Sampling:
-    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
 
 
 async def collect(stream: OutputStream) -> Answer:
@@ -118,11 +118,11 @@ async def collect(stream: OutputStream) -> Answer:
     return answer
 
 
-async def ask(engine: EmbeddedEngine, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Answer:
+async def ask(engine: EmbeddedEngine, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Answer:
     return await collect(engine.submit(prompt, sampling, **more))
 
 
-def ask_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+def ask_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
     """All at once."""
 
     async def everything() -> list[Answer]:

@@ -33,7 +33,7 @@ from kvferry.app.engines.embedded.protocol import (
     ModelList,
     read_body,
 )
-from kvferry.app.engines.embedded.request import ClientOptions, FinishReason, OutputDelta, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, FinishReason, OutputDelta, SamplingParams
 from kvferry.app.engines.embedded.request import Request as EngineRequest
 from kvferry.app.engines.embedded.tokenizer import TINY_FOLDER
 from kvferry.core.policy import bounded_repr
@@ -141,14 +141,14 @@ def _check_model(engine: EmbeddedEngine, model: str | None) -> None:
         raise Problem(404, message, extras={"param": "model", "code": "model_not_found"})
 
 
-def _sampling(call: CompletionRequest | ChatRequest, max_model_len: int, chat_tokens: int) -> Sampling:
+def _sampling(call: CompletionRequest | ChatRequest, max_model_len: int, chat_tokens: int) -> SamplingParams:
     min_tokens = call.min_tokens or 0
     max_tokens = call.max_answer_tokens(min(max(chat_tokens, min_tokens), max_model_len))
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens={bounded_repr(min_tokens)}: must be at most max_tokens, which is {max_tokens}", "min_tokens"
         )
-    return Sampling(
+    return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=1.0 if call.temperature is None else call.temperature,

@@ -21,10 +21,10 @@ from kvferry.app.engines.embedded.attention import PagedKVCache, check_memory
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.loop import EngineLoop, Inbox
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
-from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Request, Sampling
+from kvferry.app.engines.embedded.request import ClientOptions, OutputDelta, Request, SamplingParams
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Offload, Scheduler
-from kvferry.app.engines.embedded.tokenizer import TextStream
+from kvferry.app.engines.embedded.tokenizer import Detokenizer
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.settings import Settings
 from kvferry.core.policy import bounded_repr
@@ -160,14 +160,14 @@ class EmbeddedEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt_token_ids: Sequence[int], sampling: Sampling, **more: Any) -> OutputStream:
+    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, **more: Any) -> OutputStream:
         """Queue one request, with more arguments of `prepare`, and return the stream of its outputs."""
         return self.submit_all([self.prepare(prompt_token_ids, sampling, **more)])
 
     def prepare(
         self,
         prompt_token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         request_id: str | None = None,
         aliases: Sequence[str] = (),
@@ -186,7 +186,7 @@ class EmbeddedEngine:
             request_id or secrets.token_hex(16),
             prompt_token_ids,
             replace(sampling, max_tokens=max_tokens),
-            TextStream(self.model.tokenizer),
+            Detokenizer(self.model.tokenizer),
             self.settings.block_size,
             aliases,
             options or ClientOptions(),

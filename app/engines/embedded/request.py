@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
-from kvferry.app.engines.embedded.tokenizer import StopScanner, TextStream
+from kvferry.app.engines.embedded.tokenizer import StopScanner, Detokenizer
 from kvferry.core.keys import tenant_digest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """Sampling and stop parameters. Temperature 0 is greedy; a seed makes sampling repeatable.
 
     Of the first `min_tokens` tokens none is the end token, and a stop string that they complete does not count.
@@ -80,8 +80,8 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        text: TextStream,
+        sampling: SamplingParams,
+        detokenizer: Detokenizer,
         block_size: int,
         aliases: Sequence[str],
         options: ClientOptions,
@@ -114,7 +114,7 @@ class Request:
         self._block_size = block_size
         self._chain_root = chain_root(options.cache_salt, self.lora)
         self._num_cached_tokens: int | None = None
-        self._text = StopScanner(text, sampling.stop)
+        self._text = StopScanner(detokenizer, sampling.stop)
         extend_chain(self.block_hashes, self._chain_root, self.token_ids, block_size)
 
     def rename(self, request_id: str) -> None:

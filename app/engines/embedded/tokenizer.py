@@ -1,4 +1,4 @@
-"""Text of prompts and answers: tokenizers, streams of text from the tokens of an answer, and stop strings."""
+"""Text of prompts and answers: tokenizers, detokenizing token by token, and stop strings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Tokenizer = CheckpointTokenizer | NoTokenizer
 """
 
 
-class TextStream:
+class Detokenizer:
     """Text of an answer, piece by piece.
 
     A token is decoded together with the tokens before it, because spaces and joined characters depend on them. Text
@@ -117,19 +117,19 @@ class StopScanner:
     The last characters are held back, one fewer than the longest stop string has: a stop string may begin there.
     """
 
-    def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
-        self._text = text
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
         self._stops = stops
         self._max_held = max(map(len, stops), default=1) - 1
         self._held = ""
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text that may be sent now, and whether a stop string ended the answer, which it `may_stop`."""
-        return self._scan(self._text.push(token_id), may_stop)
+        return self._scan(self._detokenizer.push(token_id), may_stop)
 
     def flush(self) -> str:
         """Return the held text, once no token follows."""
-        piece, is_stopped = self._scan(self._text.flush(), True)
+        piece, is_stopped = self._scan(self._detokenizer.flush(), True)
         return piece if is_stopped else piece + self._held
 
     def _scan(self, piece: str, may_stop: bool) -> tuple[str, bool]:
