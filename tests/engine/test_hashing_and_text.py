@@ -14,9 +14,9 @@ from kvferry.app.engines.embedded.model import TINY_VOCAB_SIZE
 from kvferry.app.engines.embedded.tokenizer import (
     TINY_FOLDER,
     CheckpointTokenizer,
+    Detokenizer,
     NoTokenizer,
     StopScanner,
-    Detokenizer,
     Tokenizer,
     load_tokenizer,
 )

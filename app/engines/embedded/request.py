@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
-from kvferry.app.engines.embedded.tokenizer import StopScanner, Detokenizer
+from kvferry.app.engines.embedded.tokenizer import Detokenizer, StopScanner
 from kvferry.core.keys import tenant_digest
 
 if TYPE_CHECKING:
