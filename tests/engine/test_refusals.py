@@ -23,6 +23,8 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -82,11 +84,17 @@ def small_models() -> dict[str, tuple[PreTrainedModel, str]]:
             FalconForCausalLM(FalconConfig(vocab_size=300, hidden_size=48, num_hidden_layers=1, num_attention_heads=4)),
             "cannot be replaced",
         ),
+        "recurrent": (
+            RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL)),
+            "0 of its 2 layers are plain attention",
+        ),
         "stubborn": (StubbornForCausalLM(StubbornConfig(**SMALL)), "paged attention differs from its own attention by"),
     }
 
 
-@pytest.mark.parametrize("name", ["mamba", "t5", "latent", "softcap", "dynamic", "sinks", "falcon", "stubborn"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "t5", "latent", "softcap", "dynamic", "sinks", "falcon", "recurrent", "stubborn"]
+)
 def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -> None:
     module, message = small_models()[name]
     module.save_pretrained(tmp_path)

@@ -149,7 +149,7 @@ def _kv_shape(config: Any, dtype: torch.dtype | None) -> KVShape | None:
     num_layers, num_heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
     if not (num_layers and num_heads):
         return None
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    num_kv_heads = 1 if getattr(text, "multi_query", False) else getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return KVShape(num_layers, num_kv_heads, head_dim, dtype or torch.float32)
 
@@ -296,6 +296,9 @@ def _deviation(model: LoadedModel, shape: KVShape) -> float:
             model.module(input_ids=chunk[None], position_ids=at[None], use_cache=False, paged=batch.attend).logits[0]
         )
         done += num_new
+    num_attending = int(cache.tensor.transpose(0, 1).flatten(1).any(dim=1).sum())
+    if num_attending < shape.num_layers:
+        raise StartError(f"{num_attending} of its {shape.num_layers} layers are plain attention")
     model.module.set_attn_implementation("eager")
     try:
         own = model.module(input_ids=ids[None], use_cache=False).logits[0].double()
