@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
 from kvferry.app.engines.embedded.model import TINY_VOCAB_SIZE
@@ -106,6 +109,30 @@ def test_text_when_tokens_cross_characters_is_unchanged(text: str, sizes: list[i
         if not data:
             break
     assert pieces(ChunkTokenizer(chunks), list(range(len(chunks)))) == text
+
+
+WORDS = ["\u2581Hello", "\u2581", "ing", "\u2581\u2581", "\n", "\u2581\u65e5"]
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama's: a leading space is dropped, and bytes that are no character together are one U+FFFD each."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@given(parts=st.lists(st.sampled_from([*WORDS, "</s>", "\u20ac", "\U0001f600"]), max_size=30))
+def test_text_when_characters_are_bytes_between_words_is_unchanged(parts: list[str]) -> None:
+    hf = fallback_tokenizer()
+    ids: list[int] = []
+    for part in parts:
+        number = hf.get_vocab().get(part)
+        ids += [3 + byte for byte in part.encode()] if number is None else [number]
+    tokenizer = CheckpointTokenizer(hf)
+    assert pieces(tokenizer, ids) == tokenizer.decode(ids)
 
 
 def test_chat_template_of_a_checkpoint_makes_the_prompt() -> None:

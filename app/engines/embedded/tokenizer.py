@@ -13,10 +13,8 @@ from transformers import AutoTokenizer
 log = logging.getLogger(__name__)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT_TOKENS = 6
-"""Tokens with which the next one is decoded at least."""
-MAX_HELD_CHARS = 64
-"""Most characters that are held back because the last one is incomplete, which all of them may be in noise."""
+MAX_HELD_TOKENS = 64
+"""Tokens without a whole character after which their text is sent as it is: valid text has a few at most."""
 TINY_FOLDER = Path(__file__).with_name("tiny")
 """Tokenizer of `tiny`: 0 pad, 1 end, 2 unknown, byte b is b + 3."""
 
@@ -83,32 +81,32 @@ Tokenizer = CheckpointTokenizer | NoTokenizer
 class Detokenizer:
     """Text of an answer, piece by piece.
 
-    A token is decoded together with the tokens before it, because spaces and joined characters depend on them. Text
-    that ends within a character is held back until the next tokens complete the character.
+    Tokens are decoded together with those of the piece before, because spaces and joined characters depend on them.
+    Text that ends within a character is held back until the next tokens complete the character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        """The last tokens."""
+        self._context: list[int] = []
+        """Tokens of the last piece."""
+        self._new: list[int] = []
+        """Tokens since the last piece."""
         self._num_sent = 0
-        """Characters of the window's text that were returned."""
+        """Characters of the context's text."""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, often empty."""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        if text.endswith(REPLACEMENT) and len(text) < self._num_sent + MAX_HELD_CHARS:
+        self._new.append(token_id)
+        piece = self.flush()
+        if (not piece or piece.endswith(REPLACEMENT)) and len(self._new) < MAX_HELD_TOKENS:
             return ""
-        piece, self._num_sent = text[self._num_sent :], len(text)
-        if len(self._window) > 2 * CONTEXT_TOKENS:
-            self._window = self._window[-CONTEXT_TOKENS:]
-            self._num_sent = len(self._tokenizer.decode(self._window))
+        self._context, self._new = self._new, []
+        self._num_sent = len(self._tokenizer.decode(self._context))
         return piece
 
     def flush(self) -> str:
         """Return the held text, once no token follows."""
-        return self._tokenizer.decode(self._window)[self._num_sent :]
+        return self._tokenizer.decode(self._context + self._new)[self._num_sent :]
 
 
 class StopScanner:
