@@ -141,6 +141,7 @@ def test_engine_receives_the_fields_of_the_body(service: Service) -> None:
             "field_of_the_future": [1],
         },
         headers={"X-Request-ID": "by-name"},
+        timeout=DEADLINE_S,
         trust_env=False,
     )
     assert answer.headers["X-Request-ID"] == "by-name"
@@ -155,7 +156,11 @@ def test_engine_receives_the_fields_of_the_body(service: Service) -> None:
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"prompt": [5], "seed": ' + b"9" * 5000 + b"}"])
 def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) -> None:
     answer = httpx.post(
-        f"{service.url}/completions", content=body, headers={"Content-Type": "application/json"}, trust_env=False
+        f"{service.url}/completions",
+        content=body,
+        headers={"Content-Type": "application/json"},
+        timeout=DEADLINE_S,
+        trust_env=False,
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -221,6 +226,7 @@ def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: s
         f"{service.url}/completions",
         content=json.dumps(body),
         headers={"Content-Type": "application/json"},
+        timeout=DEADLINE_S,
         trust_env=False,
     )
     assert answer.status_code == 400
@@ -239,7 +245,7 @@ def test_whole_numbers_when_sent_as_floats_are_accepted(body: dict[str, object],
 
 
 def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
-    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", timeout=DEADLINE_S, trust_env=False).json()
     operation = document["paths"]["/v1/completions"]["post"]
     prompt = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]["prompt"]
     assert prompt["items"]["maximum"] == prompt["items"]["items"]["maximum"] == service.engine.model.vocab_size - 1
@@ -247,7 +253,7 @@ def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
 
 
 def test_bounds_of_fields_are_described_in_json_schema(service: Service) -> None:
-    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", timeout=DEADLINE_S, trust_env=False).json()
     of_pydantic = {"ge", "gt", "le", "lt", "min_length", "max_length", "multiple_of"}
     parts, numbers = [document], 0
     while parts:
@@ -451,9 +457,9 @@ def test_a_failed_step_is_500(make_engine: Callable[..., EmbeddedEngine]) -> Non
     with serve(engine) as port:
         bodies = [{"prompt": "a"}, {"prompt": "a", "stream": True}]
         url = f"http://127.0.0.1:{port}/v1/completions"
-        failed = [httpx.post(url, json=body, trust_env=False) for body in bodies]
+        failed = [httpx.post(url, json=body, timeout=DEADLINE_S, trust_env=False) for body in bodies]
         handle.remove()
-        again = [httpx.post(url, json=body, trust_env=False) for body in bodies]
+        again = [httpx.post(url, json=body, timeout=DEADLINE_S, trust_env=False) for body in bodies]
     assert [answer.status_code for answer in failed + again] == [500, 500, 200, 200]
     assert all(answer.json()["error"]["type"] == "server_error" for answer in failed)
     assert all("inner secret" not in answer.text for answer in failed)
@@ -473,7 +479,9 @@ def test_answer_when_its_end_is_likely_has_min_tokens(make_engine: Callable[...,
             body = {"prompt": "a", "max_tokens": 20, "temperature": temperature, "return_token_ids": True}
             url = f"http://127.0.0.1:{port}/v1/completions"
             found = {
-                num: httpx.post(url, json={**body, "min_tokens": num}, trust_env=False).json()["choices"][0]
+                num: httpx.post(url, json={**body, "min_tokens": num}, timeout=DEADLINE_S, trust_env=False).json()[
+                    "choices"
+                ][0]
                 for num in (0, 7, 20)
             }
             assert {num: len(choice["token_ids"]) for num, choice in found.items()} == {0: 1, 7: 8, 20: 20}
@@ -487,7 +495,9 @@ def test_chat_when_the_model_has_no_template_is_400(
     for name, message in (("llama", "this model has no chat template"), ("qwen2", "this model has no tokenizer")):
         with serve(make_engine(model=checkpoints[name])) as port:
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            answer = httpx.post(url, json={"messages": [{"role": "user", "content": "Hi"}]}, trust_env=False)
+            answer = httpx.post(
+                url, json={"messages": [{"role": "user", "content": "Hi"}]}, timeout=DEADLINE_S, trust_env=False
+            )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
         assert message in answer.json()["error"]["message"]
 
