@@ -106,7 +106,7 @@ class Tried(RuleMatch):
     lora=st.none() | NAMES,
     session=st.none() | NAMES,
 )
-def test_first_rule_when_found_by_index_is_the_first_that_matches(matches, dropped, ids, tenant, lora, session) -> None:
+def test_first_rule_when_found_by_text_is_the_first_that_matches(matches, dropped, ids, tenant, lora, session) -> None:
     rules = [Rule(f"r{number}", number % 3, match, {}) for number, match in enumerate(matches)]
     book = book_of(*rules)
     for number in dropped:
