@@ -56,7 +56,8 @@ class ReuseCurve:
         self._next = 0
         self._num_far = 0
         """Stamps below this one are of units beyond `near_units`."""
-        self._near_share = self._far_share = 1.0
+        self.sampled_share = self._far_share = 1.0
+        """Shares of the units that are remembered: of those that are not beyond `near_units`, and of the others."""
         self._near_threshold = self._far_threshold = _threshold(1.0)
 
     def restart(self) -> None:
@@ -68,11 +69,6 @@ class ReuseCurve:
         self._cold_units = 0.0
         self._buckets = [0.0] * _NUM_BUCKETS
         """Units by distance."""
-
-    @property
-    def sampled_share(self) -> float:
-        """Share of the units that is remembered, of those that are not beyond `near_units`."""
-        return self._near_share
 
     def record(self, requests: Sequence[RequestBlocks]) -> None:
         """Count requests, and record their uses.
@@ -121,7 +117,7 @@ class ReuseCurve:
     def _count(self, names: Sequence[int], stamps: Sequence[int | None], num_hittable: int) -> int:
         """Count the distances of a prompt's sampled units; return how many of them are hits in some cache."""
         num_far, buckets = self._num_far, self._buckets
-        units, threshold = 1 / self._near_share, _HASH_RANGE
+        units, threshold = 1 / self.sampled_share, _HASH_RANGE
         distance = worst = 0.0
         bucket = bucket_end = 0
         expected = -1
@@ -152,9 +148,9 @@ class ReuseCurve:
     def _distance(self, stamp: int) -> float:
         """Return the number of different units used since a stamp, its own included."""
         if stamp >= self._num_far:
-            return self._num_live(stamp, self._next) / self._near_share
+            return self._num_live(stamp, self._next) / self.sampled_share
         num_near = self._num_live(self._num_far, self._next)
-        return num_near / self._near_share + self._num_live(stamp, self._num_far) / self._far_share
+        return num_near / self.sampled_share + self._num_live(stamp, self._num_far) / self._far_share
 
     def _num_live(self, first: int, end: int) -> int:
         """Return the number of live stamps in a range."""
@@ -186,7 +182,7 @@ class ReuseCurve:
         names = np.frombuffer(self._hashes, dtype=np.uint64)[: self._next][is_live]
         most, near_units = self._max_keys // 2, max(self.near_units, self._max_keys // 4)
         while True:
-            num_near = min(len(names), math.ceil(near_units * self._near_share))
+            num_near = min(len(names), math.ceil(near_units * self.sampled_share))
             far, near = np.split(names, [len(names) - num_near])
             far = far[far < self._far_threshold]
             if len(far) + len(near) <= most:
@@ -194,9 +190,9 @@ class ReuseCurve:
             if len(far) > most // 4:
                 self._far_share *= _FALL
             else:
-                self._near_share *= _FALL
-                self._far_share = min(self._far_share, self._near_share)
-            self._near_threshold, self._far_threshold = _threshold(self._near_share), _threshold(self._far_share)
+                self.sampled_share *= _FALL
+                self._far_share = min(self._far_share, self.sampled_share)
+            self._near_threshold, self._far_threshold = _threshold(self.sampled_share), _threshold(self._far_share)
             names = names[names < self._near_threshold]
         names = np.concatenate([far, near])
         self._next, self._num_far = len(names), len(far)

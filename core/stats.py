@@ -311,11 +311,6 @@ class Misses:
     runs: list[tuple[int, MissReason]] = field(default_factory=list)
     evicted_between_s: tuple[float, float] | None = None
 
-    @classmethod
-    def of(cls, cause: MissReason, num_tokens: int) -> Misses:
-        """Return the misses of a prompt whose first tokens all have the same cause; the rest is the tail."""
-        return cls(0, [(num_tokens, cause)])
-
     @property
     def end_token(self) -> int:
         """First token behind the hit and all runs."""

@@ -408,7 +408,7 @@ class OffloadService:
 
     def _apply_to_core(self, settings: Settings) -> None:
         """Apply the settings of core that can change while running, at start and by `_apply`."""
-        self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
+        self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
         self.scheduler.retention.max_retain_s = settings.max_retain_s
         self.scheduler.cost_model.decision = settings.load_decision
         self.manager.admission.set_threshold(settings.store_threshold)

@@ -20,7 +20,6 @@ from kvferry.core.pool.native import (
     GHOST_CODE_BITS,
     GHOST_EPOCHS,
     GHOST_NOTE_BITS,
-    NUMBER_BITS,
     WAYS,
     KeyHashes,
     key_hasher,
@@ -32,7 +31,6 @@ from kvferry.core.pool.native import (
 Numbers = NDArray[np.int64]
 
 _CELL = np.dtype([("hash", np.uint64), ("entry", np.uint64)])
-_EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 
@@ -40,22 +38,15 @@ _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 def hash_keys(keys: Sequence[bytes]) -> KeyHashes:
     """Hash keys, in one native call where they have one length.
 
-    Keys of three lengths or more in one call, which no engine has, may get wrong hashes; see `hash_any_keys`.
+    Keys of three lengths or more in one call, which no engine has, may get wrong hashes.
     """
     # Joined first, which waits for the memory of all keys at once. A hashing library takes one call for each key.
     joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
     if len(joined) != key_bytes * len(keys):
-        return hash_any_keys(keys)
+        return np.concatenate([hash_keys([key]) for key in keys])
     hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
     key_hasher()(joined, key_bytes, hashes)
     return hashes
-
-
-def hash_any_keys(keys: Sequence[bytes]) -> KeyHashes:
-    """Hash keys of any lengths."""
-    if len(set(map(len, keys))) <= 1:
-        return hash_keys(keys)
-    return np.concatenate([hash_keys([key]) for key in keys])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +133,6 @@ class HashTable:
         """Remove all numbers, in O(1)."""
         self._epoch += 1
         self._num_held = 0
-        if self._epoch == _EPOCHS:
-            self._cells[:] = 0
-            self._epoch = 1
 
 
 class BlockIndex(HashTable):

@@ -20,7 +20,6 @@ from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _SCAN_SLOTS = 1 << 16
-_READY = int(SlotState.READY)
 _USES = (
     "being stored, or promoted from a tier",
     "being loaded",
@@ -92,8 +91,7 @@ class Inventory:
         end = table.end_slot if end_slot is None else min(end_slot, table.end_slot)
         while limit > 0 and start < end:
             with manager.lock:
-                states = table.current_states(start, min(start + BATCH_SLOTS, end))
-            ready = (states == _READY).nonzero()[0][:limit] + start
+                ready = table.ready_in(start, min(start + BATCH_SLOTS, end))[:limit]
             chosen.append(ready)
             limit -= len(ready)
             start += BATCH_SLOTS

@@ -196,16 +196,21 @@ class Leases:
 
     # --- end --------------------------------------------------------------------------------------------------------
 
-    def end(self, lease: Lease, cause: LeaseEnd) -> None:
-        """End a lease, whose blocks are released by `release_ended`."""
+    def end(self, lease: Lease, cause: LeaseEnd | None) -> None:
+        """End a lease, whose blocks are released by `release_ended`; without a cause, one that has got no blocks."""
         with self._lock:
-            if self._remove(lease):
+            if self._leases.pop(lease.number, None) is None:
+                return
+            self._expiries.discard(lease.number)
+            if lease.session is not None:
+                of_session = self._by_session[lease.session]
+                del of_session[lease.number]
+                if not of_session:
+                    del self._by_session[lease.session]
+            if lease.blocks:
+                self._ended.append(lease)
+            if cause is not None:
                 self.counts.ended[cause.value] += 1
-
-    def withdraw(self, lease: Lease) -> None:
-        """Remove a lease that has got no blocks."""
-        with self._lock:
-            self._remove(lease)
 
     def of_session(self, session: SessionKey) -> list[Lease]:
         """Return the leases of a session that have not ended. Requires: manager lock held."""
@@ -295,19 +300,6 @@ class Leases:
         self._by_session.clear()
         self._expiries.clear()
         self._ended.clear()
-
-    def _remove(self, lease: Lease) -> bool:
-        if self._leases.pop(lease.number, None) is None:
-            return False
-        self._expiries.discard(lease.number)
-        if lease.session is not None:
-            of_session = self._by_session[lease.session]
-            del of_session[lease.number]
-            if not of_session:
-                del self._by_session[lease.session]
-        if lease.blocks:
-            self._ended.append(lease)
-        return True
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 

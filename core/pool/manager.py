@@ -30,16 +30,12 @@ from kvferry.core.pool.leases import Leases
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import AfterPin, OperatorPins, Pin, Pins
 from kvferry.core.pool.records import HeaderQueue
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
+from kvferry.core.pool.slots import SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
 """Most rounds of eviction for one store while the pool shrinks, in which victims in leaving slots make no space."""
-_LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
-"""The column `live` of `SlotRows` for up to a batch of ready slots, made once."""
-_POSITIONS = np.arange(BATCH_SLOTS)
-_POSITIONS.flags.writeable = False
 
 
 class ChangeLock:
@@ -176,7 +172,7 @@ class OffloadManager:
         with self.changing:
             # Names in `_at` are indices of `keys`; `wanted` are hashes of keys to be stored, `present` slots of others.
             found, num_found = self.index.find_hashed(keys, hashes)
-            present, wanted_at = NO_SLOTS, _positions(len(keys))
+            present, wanted_at = NO_SLOTS, np.arange(len(keys))
             if num_found:
                 present_at, wanted_at = (found >= 0).nonzero()[0], (found < 0).nonzero()[0]
                 if len(set(found[present_at].tolist())) < len(present_at):
@@ -596,7 +592,7 @@ class OffloadManager:
         """
         table, count = self.table, len(slots)
         self._count_evicted(reason, count)
-        rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
+        rows = table.rows(slots, np.ones(count, dtype=np.bool_))
         if self._observe_victims is not None and reason is EvictionReason.CAPACITY:
             self._observe_victims(slots)
         self.index.remove(slots)
@@ -647,8 +643,3 @@ class OffloadManager:
         table.set_class(slots, priority_class)
         table.dirty[slots] = True
         self.evictor.add(candidates)
-
-
-def _positions(count: int) -> NDArray[np.int64]:
-    """Return the array 0, 1, ..., count - 1, read-only if it is short."""
-    return _POSITIONS[:count] if count <= len(_POSITIONS) else np.arange(count)

@@ -219,7 +219,7 @@ class OperatorPins:
     ) -> None:
         """`limit_leases` takes a block from leases if they have more than this number."""
         self.max_fraction = 0.25
-        """Maximum share of the pool that may be pinned or leased; see `set_max_fraction`."""
+        """Maximum share of the pool that may be pinned or leased. Pins and leases beyond it stay."""
         self._table = table
         self._index = index
         self._pins = pins
@@ -227,11 +227,6 @@ class OperatorPins:
         self._limit_leases = limit_leases
         self.expiries: Expiries[Key] = Expiries()
         """Times at which pins end."""
-
-    def set_max_fraction(self, max_fraction: float) -> None:
-        """Set the maximum share of the pool that may be pinned or leased. Pins and leases beyond it stay."""
-        with self._lock:
-            self.max_fraction = max_fraction
 
     def pin(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
         """Pin one block until `expires_s`, or change the time of its pin."""

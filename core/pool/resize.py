@@ -17,7 +17,7 @@ from enum import Enum
 from kvferry.core.keys import Key
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import Slots
 
@@ -45,7 +45,8 @@ class PoolResize:
         """Start with memory for the manager's slots, in extents of `extent_slots`."""
         self.extent_slots = extent_slots
         self._manager = manager
-        self._memory_slots = manager.num_slots
+        self.memory_slots = manager.num_slots
+        """Slots that memory exists or was requested for."""
         self._is_waiting = False
         """Whether the workers have not acknowledged the memory that was requested."""
         self._planned_slots = manager.num_slots
@@ -58,16 +59,11 @@ class PoolResize:
         """Of the slots that this pass found in use; -1 for none."""
 
     @property
-    def memory_slots(self) -> int:
-        """Slots that memory exists or was requested for."""
-        return self._memory_slots
-
-    @property
     def is_open(self) -> bool:
         """Whether a resize is in progress."""
         manager, table = self._manager, self._manager.table
         with manager.lock:
-            sizes = {table.target_slots, table.num_slots, table.end_slot, self._memory_slots}
+            sizes = {table.target_slots, table.num_slots, table.end_slot, self.memory_slots}
             return len(sizes) > 1 or self._is_waiting or manager.index.is_growing
 
     def in_use(self) -> str:
@@ -104,21 +100,21 @@ class PoolResize:
             return Todo.AGAIN
         if table.is_shrinking:
             return self._empty(now_s)
-        if self._memory_slots != table.end_slot:
+        if self.memory_slots != table.end_slot:
             return self._request_memory(table.end_slot)
         # The index may be growing for a larger pool that was requested before.
         return Todo.AGAIN if self._grow_index(table.num_slots) else Todo.NOTHING
 
     def acknowledge(self, num_slots: int) -> None:
         """Record that every worker has memory for exactly `num_slots`."""
-        if num_slots == self._memory_slots:
+        if num_slots == self.memory_slots:
             self._is_waiting = False
 
     def fail(self) -> None:
         """Record that memory could not be allocated: the pool keeps its size, and workers with more free it."""
         table = self._manager.table
         with self._manager.lock:
-            if table.target_slots >= self._memory_slots:
+            if table.target_slots >= self.memory_slots:
                 # Fewer slots may have been requested meanwhile, for which there may be memory.
                 table.target_slots = table.end_slot
             self._request_memory(table.end_slot)
@@ -126,14 +122,14 @@ class PoolResize:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _request_memory(self, num_slots: int) -> Todo:
-        self._memory_slots = num_slots
+        self.memory_slots = num_slots
         self._is_waiting = True
         return Todo.MEMORY
 
     def _grow(self, wanted: int) -> Todo:
         manager, table = self._manager, self._manager.table
         self._since_s = None
-        end = min(wanted, self._memory_slots)
+        end = min(wanted, self.memory_slots)
         if end == table.num_slots:
             return self._request_memory(wanted)
         if self._planned_slots < end:
@@ -145,13 +141,10 @@ class PoolResize:
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
-        manager, table = self._manager, self._manager.table
-        plan = plan_size(manager, wanted)
-        with manager.changing:
-            replaced = plan()
+        table = self._manager.table
+        with self._manager.changing:
             table.shrink(wanted)
-        del replaced
-        self._planned_slots = wanted
+        self._resize_columns(wanted)
         self._since_s = now_s
         self._scan_again(wanted, table.end_slot)
 
@@ -189,7 +182,7 @@ class PoolResize:
         """
         manager, table = self._manager, self._manager.table
         with manager.changing:
-            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
+            ready = table.ready_in(start, end)
             manager.leases.end_with(table.keys[ready].tolist())
             manager.drop(ready if drops_pinned else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
             return table.retire(start, end)

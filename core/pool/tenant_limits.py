@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.pool.tenants import Limit
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -25,7 +25,8 @@ class TenantLimits:
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager
-        self._default_bytes: int | None = None
+        self.default_bytes: int | None = None
+        """Bytes that each tenant without a limit of its own may have in the pool; None is no limit."""
         self._own_bytes: dict[str, int | None] = {}
         self._version = 0
         """Version of the limits that queues were completed for, or are being completed."""
@@ -36,18 +37,13 @@ class TenantLimits:
 
     # --- limits -------------------------------------------------------------------------------------------------
 
-    @property
-    def default_bytes(self) -> int | None:
-        """Bytes that each tenant without a limit of its own may have in the pool; None is no limit."""
-        return self._default_bytes
-
     def set_default(self, max_bytes: int | None) -> None:
         """Set the limit of tenants without one of their own; None is no limit."""
-        if max_bytes == self._default_bytes:
+        if max_bytes == self.default_bytes:
             return
         self._prepare(max_bytes)
         with self._manager.lock:
-            self._default_bytes = max_bytes
+            self.default_bytes = max_bytes
             if self._manager.table.tenants.is_limiting:
                 self._manager.table.tenants.set_default(self._to_slots(max_bytes))
                 self._changed()
@@ -122,8 +118,7 @@ class TenantLimits:
         table = self._manager.table
         end = min(start + BATCH_SLOTS, table.end_slot)
         with self._manager.lock:
-            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            slots = table.tenants.unqueued(ready)
+            slots = table.tenants.unqueued(table.ready_in(start, end))
             used_s = np.maximum(table.stored_s[slots], table.hit_s[slots])
             positions = table.positions[slots]
         if len(slots):

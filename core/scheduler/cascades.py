@@ -151,11 +151,7 @@ class Cascades:
     @property
     def num_allowed(self) -> int:
         """Number of further slots that cascades may hold."""
-        return self._max_held - self.num_held
-
-    @property
-    def _max_held(self) -> int:
-        return max(self._manager.num_slots // _MAX_HELD_SHARE, 1)
+        return max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - self.num_held
 
     def count_writing_victims(self) -> int:
         """Count the next victims that tiers are receiving."""

@@ -131,7 +131,7 @@ class Prefills:
         unknown = MissCause.LOAD_DISABLED if state.unhashed is not None else MissCause.UNEXAMINED
         unknown = unknown if state.error is None else MissCause.ERROR
         alignment = self._layout.alignment_tokens
-        misses = hit.misses or Misses.of(unknown, (total - 1) // alignment * alignment)
+        misses = hit.misses or Misses(0, [((total - 1) // alignment * alignment, unknown)])
         misses.count(served, total, lost_cause, (counters.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
         state.tiers.promoted = {}

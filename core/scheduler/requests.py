@@ -482,7 +482,8 @@ class RequestTable:
         self._recent: dict[int, RequestView] = {}
         # By sequence: a request keeps its place when it finishes.
         self._known: dict[int, RequestState | RequestView] = {}
-        self._last_sequence = 0
+        self.last_sequence = 0
+        """The number of the latest announcement."""
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self.live.values())
@@ -491,15 +492,10 @@ class RequestTable:
         """Return the live requests and the recent ones."""
         return list(self._known.values())
 
-    @property
-    def last_sequence(self) -> int:
-        """The number of the latest announcement."""
-        return self._last_sequence
-
     def next_sequence(self) -> int:
         """Return the number of the next announcement."""
-        self._last_sequence += 1
-        return self._last_sequence
+        self.last_sequence += 1
+        return self.last_sequence
 
     def add(self, state: RequestState) -> None:
         """Add a live request."""

@@ -127,7 +127,7 @@ class Retention:
         if reason == _ENDED:
             num_blocks = num_pending = 0
         if not num_blocks:
-            leases.withdraw(lease)
+            leases.end(lease, None)
             reason = reason or _NO_BLOCKS
         outcome = LeaseOutcome.ACCEPTED if reason is None else LeaseOutcome.CLIPPED
         outcome = outcome if num_blocks else LeaseOutcome.REJECTED

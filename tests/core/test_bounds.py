@@ -27,7 +27,7 @@ from tests.harness.toy_requests import answer, findable, request, store_and_turn
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
     """Have operators pin all that is in the pool."""
-    engine.manager.operator_pins.set_max_fraction(1.0)
+    engine.manager.operator_pins.max_fraction = 1.0
     held = list(Inventory(engine.manager).list_blocks(0, 10_000).keys)
     for key in held:
         engine.manager.operator_pins.pin(key, engine.now_s + 1e6, engine.now_s)

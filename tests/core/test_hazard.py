@@ -327,7 +327,7 @@ def test_victims_are_those_with_the_lowest_index_one_by_one(seed: int) -> None:
     policy = HazardPolicy(table)
     free = list(range(300))
     # Few different values, so that classes are often worth the same.
-    policy._rates._orders[1] = [[rng.randrange(4) / 4 for _ in range(NUM_AGES)] for _ in range(NUM_CLASSES + 1)]
+    policy._rates.orders[1] = [[rng.randrange(4) / 4 for _ in range(NUM_AGES)] for _ in range(NUM_CLASSES + 1)]
     policy._rates.is_known = True
     policy._comparison.is_better = True
     candidates: list[int] = []

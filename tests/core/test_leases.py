@@ -128,7 +128,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert (reason is None) == (len(expected) == len(wanted))
         self.live.append(Modelled(lease, tenant, expected))
         if not expected:
-            self.leases.withdraw(lease)
+            self.leases.end(lease, None)
             self.live.pop()
 
     @rule(seconds=st.integers(0, 15))
@@ -185,7 +185,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(fraction=st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]))
     def set_fraction(self, fraction: float) -> None:
-        self.manager.operator_pins.set_max_fraction(fraction)
+        self.manager.operator_pins.max_fraction = fraction
 
     @rule(max_slots=st.sampled_from([None, 0, 4, 9, 20]))
     def limit_tenant(self, max_slots: int | None) -> None:
@@ -276,7 +276,7 @@ TestLeaseModel.settings = settings(max_examples=examples(400), stateful_step_cou
 
 def make_engine(num_slots: int = 64, retain_s: float = 50.0, fraction: float = 0.5, **options) -> ToyEngine:
     engine = ToyEngine(num_slots, 64, settings=RequestPolicy(retain_s=retain_s), **options)
-    engine.manager.operator_pins.set_max_fraction(fraction)
+    engine.manager.operator_pins.max_fraction = fraction
     return engine
 
 
@@ -517,7 +517,7 @@ def test_lease_of_many_blocks_begins_and_ends_in_batches(monkeypatch: pytest.Mon
     num_blocks = 3 * LEASE_SLOTS + 10
     engine = ToyEngine(4 * num_blocks, 16)
     leases, session = engine.manager.leases, SessionKey(None, "s")
-    engine.manager.operator_pins.set_max_fraction(1.0)
+    engine.manager.operator_pins.max_fraction = 1.0
     store(engine.manager, keys(0, num_blocks))
     extend, sizes = leases.extend, []
 

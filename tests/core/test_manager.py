@@ -150,7 +150,7 @@ def test_rows_have_the_real_size_of_a_block() -> None:
 
 def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
     manager = OffloadManager(6000, 64)
-    manager.operator_pins.set_max_fraction(1.0)
+    manager.operator_pins.max_fraction = 1.0
     store(manager, keys(0, 2600))
     for number, key in enumerate(keys(0, 2600)):
         manager.operator_pins.pin(key, 10.0 if number < 2500 else 30.0, 1.0)

@@ -331,7 +331,7 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
 def test_stores_pending_at_a_reset_are_in_no_plan(match: RequestFilter | None) -> None:
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
-    engine.manager.operator_pins.set_max_fraction(1.0)
+    engine.manager.operator_pins.max_fraction = 1.0
     answer(engine, "other", 8, first=900)
     keys = Inventory(engine.manager).list_blocks(0, 8).keys
     for key in keys:

@@ -83,7 +83,7 @@ class LoopEngine(ToyEngine):
         )
         self.ledger = NoLedger(self)
         self.step_s = 0.0
-        self.manager.operator_pins.set_max_fraction(max_pinned_fraction)
+        self.manager.operator_pins.max_fraction = max_pinned_fraction
         self.failing: Direction | None = None
         """Transfers in this direction fail."""
         self.failure: BaseException | None = None

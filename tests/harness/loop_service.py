@@ -133,7 +133,7 @@ def engine_router() -> APIRouter:
 
 def apply_settings(engine: LoopEngine, prompts: PromptFeed, settings: Settings, names: Collection[str]) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
-    engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
+    engine.manager.operator_pins.max_fraction = settings.max_pinned_fraction
     engine.manager.admission.set_threshold(settings.store_threshold)
     engine.manager.switch_policy(settings.eviction_policy)
     if "explain_bytes" in names:

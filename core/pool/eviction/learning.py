@@ -63,8 +63,9 @@ class Rates:
     def __init__(self) -> None:
         self.counts = np.zeros((3, NUM_CLASSES, NUM_AGES))
         """Sampled blocks by kind of count, class and age bucket."""
-        self._orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
-        """Values that candidates are compared by: zeros, which leave them in the order of their use, and the index."""
+        self.orders: NDArray[np.float64] = np.zeros((2, NUM_CLASSES + 1, NUM_AGES))
+        """Values that candidates are compared by, `[2, class, age bucket]`: zeros, which leave them in the order of
+        their use, and the index, `UNKNOWN` included."""
         self._num_requests = 0
         self.num_decays = 0
         """How often old counts have lost weight."""
@@ -87,11 +88,6 @@ class Rates:
     def native(self) -> tuple[NDArray[np.float64], int, NDArray[np.uint8], NDArray[np.float64]]:
         """Return arguments of the functions of `key_functions`."""
         return self.counts, self.num_decays, CLASS_OF_HITS, AGE_BOUNDS_S
-
-    @property
-    def orders(self) -> NDArray[np.float64]:
-        """Return `[2, class, age bucket]`: zeros, and the index, `UNKNOWN` included."""
-        return self._orders
 
     def _compute_index(self) -> None:
         """Compute the index: the most hits for a second of memory, over all times to keep a block from each age on."""
@@ -116,7 +112,7 @@ class Rates:
         index: NDArray[np.float64] = np.minimum.accumulate(best, axis=1)
         by_hits = index[:NUM_CLASSES].reshape(-1, _NUM_OUTPUTS, NUM_AGES)
         np.maximum.accumulate(by_hits, axis=0, out=by_hits)
-        self._orders = np.stack((np.zeros_like(index), index))
+        self.orders = np.stack((np.zeros_like(index), index))
 
     def _rates_of(self, kind: int) -> NDArray[np.float64]:
         """Return the share of the blocks that reach each bucket that these counts are, by class, and last of all."""
