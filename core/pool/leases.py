@@ -216,13 +216,12 @@ class Leases:
         """Return the leases of a session that have not ended. Requires: manager lock held."""
         return list(self._by_session.get(session, {}).values())
 
-    def end_session(self, session: SessionKey, cause: LeaseEnd, before: float = math.inf) -> bool:
-        """End the leases of a session that began before request `before`. Returns False if there are none."""
+    def end_session(self, session: SessionKey, cause: LeaseEnd, before: float = math.inf) -> None:
+        """End the leases of a session that began before request `before`."""
         with self._lock:
-            leases = [lease for lease in self.of_session(session) if lease.sequence < before]
-            for lease in leases:
-                self.end(lease, cause)
-            return bool(leases)
+            for lease in self.of_session(session):
+                if lease.sequence < before:
+                    self.end(lease, cause)
 
     def expire(self, now_s: float) -> None:
         """End leases whose time is over, and release a bounded number of blocks of leases that have ended."""

@@ -14,6 +14,7 @@ from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.leases import LEASE_SLOTS, LeaseOutcome, LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.lazy import LazyPlanner
+from kvferry.core.scheduler.prefix_query import keys_in_order
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.stats import LeaseEnd
 from kvferry.core.transfers import Slots
@@ -40,6 +41,7 @@ class Retention:
         self._leases = manager.leases
         self._requests = requests
         self._lazy = lazy
+        self._layout = layout
         self._full_groups = frozenset(group.index for group in layout.full_groups)
 
     def begin(
@@ -58,12 +60,13 @@ class Retention:
             origin.session_key, origin.tenant, keys, num_storable, state.policy.policy.retain_s, now_s
         )
 
-    def retain(self, session: SessionKey, keys: Sequence[Key], retain_s: float, now_s: float) -> LeaseReceipt:
-        """Replace the leases of a session by one of these keys, in prefix order. Thread: any."""
+    def retain(self, session: SessionKey, block_hashes: Sequence[bytes], retain_s: float, now_s: float) -> LeaseReceipt:
+        """Replace the leases of a session by one of the blocks of a prompt; 0 seconds only end them. Thread: any."""
         with self._manager.lock:
             replaced = self._leases.of_session(session)
         receipt = LeaseReceipt(LeaseOutcome.ACCEPTED, 0, 0, 0, None, _NO_LEASE)
         if retain_s > 0:
+            keys = keys_in_order(self._layout, block_hashes)
             batches = self._begin(session, session.tenant, keys, 0, retain_s, now_s)
             while True:
                 try:
@@ -77,19 +80,16 @@ class Retention:
                 self._leases.end(lease, LeaseEnd.OPERATOR)
         return receipt
 
-    def release(self, session: SessionKey, expendable: Sequence[Key]) -> bool:
-        """End the leases of a session, and make `expendable` keys, in prefix order, the next victims. Thread: any.
-
-        Returns False if there was no lease.
-        """
-        has_ended = self._leases.end_session(session, LeaseEnd.OPERATOR)
+    def release(self, session: SessionKey, expendable_hashes: Sequence[bytes]) -> None:
+        """End the leases of a session, and evict `expendable_hashes`, its last blocks, next. Thread: any."""
+        self._leases.end_session(session, LeaseEnd.OPERATOR)
         while self._leases.release_ended():
             pass
+        expendable = keys_in_order(self._layout, expendable_hashes)
         for start in range(0, len(expendable), LEASE_SLOTS):
             with self._manager.lock:
                 slots = self._manager.index.find_some(expendable[start : start + LEASE_SLOTS])
                 self._leases.expend(slots[::-1])
-        return has_ended
 
     def _begin(
         self,

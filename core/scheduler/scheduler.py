@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -35,7 +35,6 @@ from kvferry.core.groups import GroupKind, GroupLayout
 from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, SessionKey, is_session
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
-from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
 from kvferry.core.rules import RuleSubject
@@ -46,7 +45,7 @@ from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.prefills import Prefills, TenantUsage
-from kvferry.core.scheduler.prefix_query import PrefixQuery, keys_in_order
+from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import (
     GroupProgress,
@@ -516,27 +515,6 @@ class OffloadScheduler:
     def query_prefix(self, block_hashes: Sequence[bytes]) -> PrefixQuery:
         """Begin to find out how much of a prompt the device, the pool and the tiers hold. Thread: any."""
         return PrefixQuery(self.manager, self.layout, self._device, self.tiers.clients, block_hashes)
-
-    def prefetch(self, query: PrefixQuery, names: Collection[str], now_s: float) -> int | None:
-        """Load the blocks of a closed query from these tiers into the pool; see `Prefetches.begin`. Thread: any."""
-        return self.tiers.prefetches.begin(query, names, now_s)
-
-    def retain_session(
-        self, session: SessionKey, block_hashes: Sequence[bytes], retain_s: float, now_s: float
-    ) -> LeaseReceipt:
-        """Replace the leases of a session by one of the blocks of a prompt; 0 seconds only end them. Thread: any."""
-        return self.retention.retain(session, keys_in_order(self.layout, block_hashes), retain_s, now_s)
-
-    def release_session(self, session: SessionKey, expendable_hashes: Sequence[bytes] = ()) -> bool:
-        """End the leases of a session, and evict the blocks of `expendable_hashes`, its last ones, next. Thread: any.
-
-        Returns False if there was no lease.
-        """
-        return self.retention.release(session, keys_in_order(self.layout, expendable_hashes))
-
-    def leased_until_s(self, session: SessionKey) -> float | None:
-        """Return when the last lease of a session ends, None without one."""
-        return self.manager.leases.until_s(session)
 
     def snapshot(self) -> Snapshot:
         """Return a consistent copy of all counters."""

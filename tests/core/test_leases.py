@@ -142,7 +142,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def next_request(self, session: SessionKey, behind: int) -> None:
         sequence = self.sequence + behind
         ended = [one for one in self.live if one.lease.session == session and one.lease.sequence < sequence]
-        assert self.leases.end_session(session, LeaseEnd.NEXT_REQUEST, sequence) is bool(ended)
+        self.leases.end_session(session, LeaseEnd.NEXT_REQUEST, sequence)
         self.leases.release_ended()
         self.end(ended)
 
@@ -490,23 +490,23 @@ def test_operator_begins_replaces_and_ends_the_lease_of_a_session() -> None:
     session = SessionKey(None, "s")
     one = answer(engine, "one", 12, session="s")
     offload, hashes = engine.offload, one.block_hashes
-    assert offload.leased_until_s(session) is None
-    receipt = offload.retain_session(session, hashes[:8], 1e6, engine.now_s)
+    assert offload.manager.leases.until_s(session) is None
+    receipt = offload.retention.retain(session, hashes[:8], 1e6, engine.now_s)
     assert (receipt.outcome, receipt.num_blocks, receipt.num_pending) == (LeaseOutcome.ACCEPTED, 8, 0)
-    assert offload.retain_session(session, hashes, 100.0, engine.now_s).until_s == engine.now_s + 100.0
-    assert offload.leased_until_s(session) == engine.now_s + 100.0
+    assert offload.retention.retain(session, hashes, 100.0, engine.now_s).until_s == engine.now_s + 100.0
+    assert offload.manager.leases.until_s(session) == engine.now_s + 100.0
     assert len(engine.manager.leases) == 1
-    assert offload.retain_session(session, hashes, 1e9, engine.now_s).until_s == engine.now_s + 3600.0
+    assert offload.retention.retain(session, hashes, 1e9, engine.now_s).until_s == engine.now_s + 3600.0
     flood(engine)
     assert findable(engine, one) == 12
-    nothing = offload.retain_session(session, [b"unknown"] * 3, 10.0, engine.now_s)
+    nothing = offload.retention.retain(session, [b"unknown"] * 3, 10.0, engine.now_s)
     assert (nothing.outcome, nothing.until_s) == (LeaseOutcome.REJECTED, None)
-    assert offload.leased_until_s(session) is None
-    assert offload.retain_session(session, hashes, 50.0, engine.now_s).outcome is LeaseOutcome.ACCEPTED
-    assert offload.retain_session(session, hashes, 0.0, engine.now_s).until_s is None
-    assert not offload.release_session(session)
-    offload.retain_session(session, hashes, 50.0, engine.now_s)
-    assert offload.release_session(session, hashes[5:])
+    assert offload.manager.leases.until_s(session) is None
+    assert offload.retention.retain(session, hashes, 50.0, engine.now_s).outcome is LeaseOutcome.ACCEPTED
+    assert offload.retention.retain(session, hashes, 0.0, engine.now_s).until_s is None
+    offload.retention.release(session, [])
+    offload.retention.retain(session, hashes, 50.0, engine.now_s)
+    offload.retention.release(session, hashes[5:])
     assert engine.manager.leases.num_blocks == 0
     victims = engine.manager.table.keys[engine.manager.next_victims(7)].tolist()
     assert victims == [each + b"\0" for each in reversed(hashes[5:12])]
@@ -527,7 +527,7 @@ def test_lease_of_many_blocks_begins_and_ends_in_batches(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(leases, "extend", extending)
     hashes = [hash_of(each) for each in keys(0, num_blocks)]
-    assert engine.offload.retain_session(session, hashes, 10.0, engine.now_s).num_blocks == num_blocks
+    assert engine.offload.retention.retain(session, hashes, 10.0, engine.now_s).num_blocks == num_blocks
     assert sizes == [LEASE_SLOTS] * 3 + [10]
     left = []
     while leases.next_s <= engine.now_s + 11.0:

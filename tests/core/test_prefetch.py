@@ -32,7 +32,7 @@ def ask(engine: ToyEngine, num_blocks: int) -> PrefixQuery:
 
 
 def prefetch(engine: ToyEngine, num_blocks: int, *names: str) -> int | None:
-    return engine.offload.prefetch(ask(engine, num_blocks), names or ("disk",), engine.now_s)
+    return engine.offload.tiers.prefetches.begin(ask(engine, num_blocks), names or ("disk",), engine.now_s)
 
 
 def num_in_pool(engine: ToyEngine, num_blocks: int) -> int:
@@ -88,11 +88,11 @@ def test_prefetch_of_more_than_an_eighth_of_the_pool_loads_nothing() -> None:
     first, whole = ask(engine, 6), ask(engine, 9)
     disk = engine.tiers["disk"]
     disk.due = lambda number: False
-    assert engine.offload.prefetch(whole, ["disk"], engine.now_s) is None
-    assert engine.offload.prefetch(first, ["disk"], engine.now_s) == 6
+    assert engine.offload.tiers.prefetches.begin(whole, ["disk"], engine.now_s) is None
+    assert engine.offload.tiers.prefetches.begin(first, ["disk"], engine.now_s) == 6
     # What is being loaded is not loaded twice.
-    assert engine.offload.prefetch(first, ["disk"], engine.now_s) == 0
-    assert engine.offload.prefetch(whole, ["disk"], engine.now_s) is None
+    assert engine.offload.tiers.prefetches.begin(first, ["disk"], engine.now_s) == 0
+    assert engine.offload.tiers.prefetches.begin(whole, ["disk"], engine.now_s) is None
     disk.due = lambda number: True
     settle(engine)
     assert prefetch(engine, 9) == 3
@@ -105,7 +105,7 @@ def test_prefetch_when_the_tier_does_not_answer_ends_with_the_jobs_limit() -> No
     engine = engine_with_stored(blocks=6)
     query = ask(engine, 6)
     engine.tiers["disk"].due = lambda number: False
-    assert engine.offload.prefetch(query, ["disk"], engine.now_s) == 6
+    assert engine.offload.tiers.prefetches.begin(query, ["disk"], engine.now_s) == 6
     engine.now_s += TIMEOUT_S + 1
     settle(engine)
     assert (use(engine).prefetched, use(engine).promotions_failed, use(engine).timed_out) == (0, 6, 1)
@@ -135,7 +135,7 @@ def test_prefetch_when_the_pool_has_no_space_loads_fewer_blocks() -> None:
     serve(engine, request("other", 15, family=2))
     held = engine.offload.query_prefix(request("other", 15, family=2).block_hashes).close().pool // BLOCK_SIZE
     pin = engine.manager.pin(engine.manager.lookup(request_keys(engine, held)))
-    assert engine.offload.prefetch(query, ["disk"], engine.now_s) == 16 - held
+    assert engine.offload.tiers.prefetches.begin(query, ["disk"], engine.now_s) == 16 - held
     settle(engine)
     engine.manager.unpin(pin)
     engine.check_idle()
@@ -165,7 +165,7 @@ def test_prefetch_of_a_repeated_hash_reserves_one_slot() -> None:
     while not query.has_answers():
         engine.deliver([])
     query.close()
-    assert engine.offload.prefetch(query, ["disk"], engine.now_s) == 1
+    assert engine.offload.tiers.prefetches.begin(query, ["disk"], engine.now_s) == 1
     assert engine.manager.counts().free == engine.manager.num_slots - 1
     settle(engine)
     assert use(engine).prefetched == 1
@@ -202,6 +202,6 @@ def test_prefetch_in_lazy_mode_reads_no_block_of_the_engine() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.device, "free_blocks", changed)
-        assert engine.offload.prefetch(query, ["disk"], engine.now_s) == 6
+        assert engine.offload.tiers.prefetches.begin(query, ["disk"], engine.now_s) == 6
     settle(engine)
     engine.check_idle()

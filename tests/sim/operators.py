@@ -98,8 +98,8 @@ class Operators:
             return
         others: list[tuple[object, str]] = [
             (offload, "on_request_finished"),
-            (offload, "prefetch"),
-            (offload, "retain_session"),
+            (offload.tiers.prefetches, "begin"),
+            (offload.retention, "retain"),
             (offload.resets, "reset"),
             (offload.tiers.flushes, "choose"),
             (engine.limits, "step"),
@@ -221,7 +221,7 @@ class Operators:
             assert held.anywhere >= max(held.device, held.pool)
             names = [name for name in held.tiers if picks.chance(0.8)]
             if names and picks.chance(0.8):
-                num_loading = engine.offload.prefetch(query, names, engine.now_s)
+                num_loading = engine.offload.tiers.prefetches.begin(query, names, engine.now_s)
                 engine.events["a prefetch was too long"] += num_loading is None
                 engine.events["blocks being prefetched"] += num_loading or 0
 
@@ -448,9 +448,9 @@ class Operators:
         session = SessionKey(one.tenant, one.session)
         if picks.chance(0.7):
             seconds = picks.choice((0.0, 3.0, 60.0))
-            engine.offload.retain_session(session, one.block_hashes, seconds, engine.now_s)
+            engine.offload.retention.retain(session, one.block_hashes, seconds, engine.now_s)
         else:
-            engine.offload.release_session(session, one.block_hashes[picks.integer(0, 5) :])
+            engine.offload.retention.release(session, one.block_hashes[picks.integer(0, 5) :])
 
     def _some_key(self) -> bytes | None:
         rows = Inventory(self.engine.manager).list_blocks(0, 100)

@@ -157,7 +157,7 @@ def load_prefix(context: AdminContext, query: PrefixQuery, tiers: list[str] | No
     scheduler = context.scheduler
     names = scheduler.tiers.names if tiers is None else tiers
     with context.guard.guarding("prefetch"):
-        num_blocks = scheduler.prefetch(query, names, time.time())
+        num_blocks = scheduler.tiers.prefetches.begin(query, names, time.time())
     if num_blocks is None:
         limit = scheduler.tiers.prefetches.max_blocks
         detail = f"at most {limit} blocks, an eighth of the pool, are prefetched at a time: try later, or ask for less"

@@ -103,7 +103,7 @@ def _find(context: AdminContext, session: str, tenant: str | None) -> SessionCou
     if sessions:
         return sessions[0]
     key = SessionKey(tenant or None, session)
-    if scheduler.leased_until_s(key) is None:
+    if scheduler.manager.leases.until_s(key) is None:
         raise Problem(404, f"no session {session[:200]!r} is known")
     return SessionCounts(key)
 
@@ -115,7 +115,7 @@ def _to_json(context: AdminContext, counts: SessionCounts) -> dict[str, Any]:
         "requests": counts.num_requests,
         "last_seen": rfc3339_or_none(counts.last_seen_s),
         "prompt_tokens": counts.prompt_tokens,
-        "retained_until": rfc3339_or_none(context.scheduler.leased_until_s(counts.key)),
+        "retained_until": rfc3339_or_none(context.scheduler.manager.leases.until_s(counts.key)),
     }
 
 
@@ -181,7 +181,7 @@ def retain_session(
     if hashes is None and body.retain_s:
         return lease_to_json(LeaseReceipt(LeaseOutcome.REJECTED, 0, 0, 0, None, _FORGOTTEN))
     with context.guard.guarding("lease of a session"):
-        receipt = scheduler.retain_session(key, hashes or (), body.retain_s, time.time())
+        receipt = scheduler.retention.retain(key, hashes or (), body.retain_s, time.time())
     context.wake()
     return lease_to_json(receipt)
 
@@ -193,5 +193,5 @@ def release_session(context: Context, session: RequestId, tenant: Tenant = None)
     layout = scheduler.layout
     own = scheduler.sessions.own_hashes(key, layout.slot_alignment_tokens // layout.hash_block_size)
     with context.guard.guarding("release of a session"):
-        scheduler.release_session(key, own)
+        scheduler.retention.release(key, own)
     context.wake()
