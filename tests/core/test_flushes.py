@@ -5,6 +5,7 @@ The toy engine compares every block that it reads with what it has to hold, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -250,12 +251,12 @@ def under_way(num_blocks: int = 20, **options) -> tuple[ToyEngine, ToyTier, Flus
     [(None, None), (None, [HOST]), (None, ["disk"]), (RequestFilter(request="other"), None), (ANY, None)],
 )
 def test_reset_during_a_flush_ends_it(match: RequestFilter | None, places: Sequence[str] | None) -> None:
-    engine, tier, flush = under_way()
-    num_given = len(tier._open) and flush.num_taken
+    engine, _, flush = under_way()
+    num_left = len(flush.blocks.slots)
     engine.reset(match, places)
     assert (flush.state, flush.is_running) == (FlushState.RESET, False)
     drive(engine, flush)
-    assert flush.num_taken == num_given, "nothing is submitted after the reset"
+    assert len(flush.blocks.slots) == num_left, "nothing is submitted after the reset"
     engine.check_idle()
     assert flushed(engine).state is FlushState.DONE
 
@@ -277,7 +278,7 @@ def test_flush_that_is_canceled_submits_nothing_more() -> None:
     assert not flushes.cancel(flush, engine.now_s)
     drive(engine, flush)
     assert flush.state is FlushState.CANCELED
-    assert len(tier.blocks) == flush.num_stored == flush.num_taken < 20
+    assert len(tier.blocks) == flush.num_stored == 20 - len(flush.blocks.slots) < 20
     engine.check_idle()
     assert flushed(engine).num_stored == 20
 
@@ -292,6 +293,24 @@ def test_tier_that_gives_no_answer_fails_the_flush_and_holds_nothing() -> None:
     assert "gave no answer to a job" in (flush.reason or "")
     assert not engine.offload.tiers.flushes.num_held
     assert engine.manager.counts().pinned == 0
+
+
+@pytest.mark.parametrize("num_lost", [2, 3])
+def test_block_that_a_tier_does_not_store_is_tried_three_times(num_lost: int) -> None:
+    engine = engine_of()
+    serve(engine, request("one", 20))
+    tier, tries = engine.attach_tier("disk"), Counter[Key]()
+
+    def loses(key: Key) -> bool:
+        tries[key] += 1
+        return key in keys(3) and tries[key] <= num_lost
+
+    tier.loses = loses
+    flush = flushed(engine)
+    num_left = 3 * (num_lost == 3)
+    assert (flush.state, flush.num_stored, flush.num_left) == (FlushState.DONE, flush.num_blocks - num_left, num_left)
+    assert max(tries.values()) == 3
+    engine.check_idle()
 
 
 def test_tier_that_is_disabled_fails_the_flush() -> None:
