@@ -82,15 +82,7 @@ class TierResetResult:
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """Contents of a tier, and outcomes of the blocks submitted to it since it was opened.
-
-    Outcomes of stores: `stored`, `present` (already in the tier), `dropped` (not tried, because the tier was busy, full
-    or out of order), `failed`. Outcomes of loads: `loaded`, `missing` (removed since the look-up), `corrupt` (failed
-    verification), `failed`. Blocks of canceled jobs are not counted.
-
-    The tier does not use its store while that is `unavailable`, which began `outages` times. `retries` are calls of the
-    store that were repeated after an error.
-    """
+    """Contents of a tier, and outcomes of the blocks submitted to it since it was opened, but for canceled jobs."""
 
     blocks: int = gauge("Blocks in the tier", "tier_blocks")
     bytes: int = gauge("Bytes in the tier", "tier_bytes")
@@ -112,17 +104,7 @@ class TierCounts:
 
 @dataclass(slots=True)
 class TierUse:
-    """The client's own counters for a tier, in blocks unless noted.
-
-    `cascades_dropped` were not submitted, because cascades held too many slots, or, if the tier receives blocks before
-    their eviction, because they were evicted too early for that. `found` counts `looked_up` keys that
-    the tier had; `known_missing` keys were not looked up, because it had just answered that it lacks them. `promoted`
-    and `prefetched` blocks came into the pool, for a request or for an operator; `promotions_failed` were requested and
-    did not; `declined` were not requested, because recomputing is faster. `gave_up` counts look-ups
-    and promotions that a request did not wait for to their end, or at all, `timed_out` canceled jobs, `errors` calls
-    that raised, `open_jobs` jobs and resets without a result, `open_resets` the resets and drops of keys among them,
-    `problems` the restrictions that `/readyz` names.
-    """
+    """The client's own counters for a tier."""
 
     cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
     cascades_dropped: int = counter(
