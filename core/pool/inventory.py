@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.pool.slots import SlotState
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 _SCAN_SLOTS = 1 << 16
@@ -91,10 +91,10 @@ class Inventory:
         end = table.end_slot if end_slot is None else min(end_slot, table.end_slot)
         while limit > 0 and start < end:
             with manager.lock:
-                ready = table.ready_in(start, min(start + BATCH_SLOTS, end))[:limit]
+                ready = table.ready_in(start, min(start + table.batch_slots, end))[:limit]
             chosen.append(ready)
             limit -= len(ready)
-            start += BATCH_SLOTS
+            start += table.batch_slots
         slots = np.concatenate(chosen) if chosen else NO_SLOTS
         with manager.lock:
             return table.rows(slots[table.is_ready(slots)])
@@ -103,9 +103,9 @@ class Inventory:
         """Return the `SlotState` of every slot, one byte each, as of several moments."""
         table = self._manager.table
         states = np.empty(table.end_slot, dtype=np.uint8)
-        for start in range(0, len(states), BATCH_SLOTS):
+        for start in range(0, len(states), table.batch_slots):
             with self._manager.lock:
-                end = min(start + BATCH_SLOTS, len(states))
+                end = min(start + table.batch_slots, len(states))
                 states[start:end] = table.current_states(start, end)
         return states
 
@@ -113,17 +113,17 @@ class Inventory:
         """Yield the rows of all slots in batches, in the order of their numbers, as of several moments."""
         table = self._manager.table
         num_slots = table.end_slot
-        for start in range(0, num_slots, BATCH_SLOTS):
-            slots = np.arange(start, min(start + BATCH_SLOTS, num_slots))
+        for start in range(0, num_slots, table.batch_slots):
+            slots = np.arange(start, min(start + table.batch_slots, num_slots))
             with self._manager.lock:
                 rows = table.rows(slots)
             yield rows
 
     def describe_uses(self, start: int, end: int) -> str:
         """Count the slots of a range by their use, each once, as of several moments."""
-        uses: Counter[str] = Counter()
-        for at in range(start, end, BATCH_SLOTS):
-            self._count_uses(at, min(at + BATCH_SLOTS, end), uses)
+        uses, step = Counter[str](), self._manager.table.batch_slots
+        for at in range(start, end, step):
+            self._count_uses(at, min(at + step, end), uses)
         return ", ".join(f"{uses[use]:,} {use}" for use in _USES if uses[use]) or "none"
 
     def dirty_rows(self, limit: int) -> SlotRows | None:

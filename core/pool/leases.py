@@ -26,8 +26,6 @@ from kvferry.core.transfers import Slots
 
 __all__ = ["Lease", "LeaseLimit", "LeaseOutcome", "LeaseReceipt", "Leases"]
 
-LEASE_SLOTS = 500
-"""Blocks of leases that begin or are released under one hold of the manager lock."""
 _TENANT_SHARE = 2
 """At most this part of the slots that a tenant may use is under leases."""
 
@@ -96,6 +94,8 @@ class Leases:
         lock: AbstractContextManager[object, None],
     ) -> None:
         self.counts = LeaseCounts()
+        self.batch_slots = max(table.batch_slots // 2, 1)
+        """Blocks of leases that begin or are released under one hold of the manager lock."""
         self._table = table
         self._index = index
         self._pins = pins
@@ -155,7 +155,7 @@ class Leases:
 
         Args:
             lease: A lease that has not ended.
-            keys: At most `LEASE_SLOTS` keys that it does not have.
+            keys: At most `batch_slots` keys that it does not have.
             slots: The ready slot of each, found in the same hold of the lock, -1 where it is pending.
 
         Returns:
@@ -226,7 +226,7 @@ class Leases:
     def expire(self, now_s: float) -> None:
         """End leases whose time is over, and release a bounded number of blocks of leases that have ended."""
         with self._lock:
-            for number in self._expiries.pop_due(now_s, LEASE_SLOTS):
+            for number in self._expiries.pop_due(now_s, self.batch_slots):
                 lease = self._leases[number]
                 lease.is_outlived = self._is_outlived(lease)
                 if lease.is_outlived:
@@ -246,9 +246,9 @@ class Leases:
         return bool((used_s > lease.began_s).any())
 
     def release_ended(self) -> bool:
-        """Release up to `LEASE_SLOTS` blocks of leases that have ended. Returns True while there are more."""
+        """Release up to `batch_slots` blocks of leases that have ended. Returns True while there are more."""
         with self._lock:
-            num_left = LEASE_SLOTS
+            num_left = self.batch_slots
             while self._ended and num_left:
                 lease = self._ended[0]
                 # The end of a prefix is released first, and so evicted first; of outlived ones the start.

@@ -30,7 +30,7 @@ from kvferry.core.pool.leases import Leases
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import AfterPin, OperatorPins, Pin, Pins
 from kvferry.core.pool.records import HeaderQueue
-from kvferry.core.pool.slots import SlotTable
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotTable
 from kvferry.core.stats import EvictionCounts, EvictionReason, NotStored, PoolCounts
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -79,6 +79,7 @@ class OffloadManager:
         sink: EventSink | None = None,
         header_queue: HeaderQueue | None = None,
         max_slots: int = 0,
+        batch_slots: int = BATCH_SLOTS,
     ) -> None:
         """Make an empty pool.
 
@@ -89,13 +90,15 @@ class OffloadManager:
             sink: Receives the events of the pool.
             header_queue: Changes of the slot headers of a pool that outlives its process.
             max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
+            batch_slots: See `SlotTable`.
         """
         self.lock = threading.RLock()
         self.changing = ChangeLock(self.lock)
         """The same lock, for changes of the pool."""
         self.sink = sink
         self.evictions = EvictionCounts()
-        self.table = SlotTable(num_slots, slot_bytes, 0 if header_queue is None else header_queue.epoch, max_slots)
+        epoch = 0 if header_queue is None else header_queue.epoch
+        self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots, batch_slots)
         self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
         self.evictor = Evictor(self.table, eviction_policy)
         self.pins = Pins(self.table, self.evictor)

@@ -17,7 +17,7 @@ from kvferry.core.expiry import Expiries
 from kvferry.core.keys import Key
 from kvferry.core.pool.eviction.evictor import Evictor
 from kvferry.core.pool.index import BlockIndex
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.pool.slots import SlotState, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 
@@ -260,7 +260,7 @@ class OperatorPins:
         if self.expiries.next_s > now_s:
             return False
         with self._lock:
-            due = self.expiries.pop_due(now_s, BATCH_SLOTS)
+            due = self.expiries.pop_due(now_s, self._table.batch_slots)
             if due:
                 self._release(due)
             return self.expiries.next_s <= now_s
@@ -280,8 +280,8 @@ class OperatorPins:
         with self._lock:
             keys = self.expiries.keys()
         pinned: list[Key] = []
-        for start in range(0, len(keys), BATCH_SLOTS):
-            some = keys[start : start + BATCH_SLOTS]
+        for start in range(0, len(keys), self._table.batch_slots):
+            some = keys[start : start + self._table.batch_slots]
             with self._lock:
                 slots = self._index.find(some)
             pinned += [some[i] for i in (slots >= start_slot).nonzero()[0].tolist()]

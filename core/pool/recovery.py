@@ -9,7 +9,7 @@ import numpy as np
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.pool.records import RecoveredBlocks
-from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.pool.slots import SlotState
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import Slots
 
@@ -95,9 +95,9 @@ def begin_verification(manager: OffloadManager, start_slot: int) -> Pin:
     Their bytes may be read until `end_verification`: a reset holds the slots until then.
     """
     table = manager.table
-    for start in range(start_slot, table.end_slot, BATCH_SLOTS):
+    for start in range(start_slot, table.end_slot, table.batch_slots):
         with manager.changing:
-            slots = table.unverified_in(start, min(start + BATCH_SLOTS, table.end_slot))
+            slots = table.unverified_in(start, min(start + table.batch_slots, table.end_slot))
             if len(slots):
                 return begin_verification_of(manager, slots)
     return Pin.empty()

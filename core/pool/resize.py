@@ -17,7 +17,6 @@ from enum import Enum
 from kvferry.core.keys import Key
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import Slots
 
@@ -137,7 +136,7 @@ class PoolResize:
         if self._grow_index(wanted):
             return Todo.AGAIN
         with manager.changing:
-            manager.table.grow(min(end, table.num_slots + BATCH_SLOTS))
+            manager.table.grow(min(end, table.num_slots + table.batch_slots))
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
@@ -156,7 +155,7 @@ class PoolResize:
             self._since_s = now_s
             self._scan_again(table.num_slots, table.end_slot)
         if self._scan_from < self._scan_to:
-            start, end = self._scan_from, min(self._scan_from + BATCH_SLOTS, self._scan_to)
+            start, end = self._scan_from, min(self._scan_from + table.batch_slots, self._scan_to)
             drops_pinned = now_s - self._since_s > PINNED_WAIT_S
             left = self._retire(start, end, now_s, drops_pinned=drops_pinned)
             if len(left):
@@ -205,7 +204,7 @@ class PoolResize:
         index = manager.index
         if index.is_growing:
             with manager.changing:
-                replaced = index.move(manager.table.end_slot, BATCH_SLOTS)
+                replaced = index.move(manager.table.end_slot, manager.table.batch_slots)
             if replaced is None:
                 return True
             # Freed without the lock.

@@ -33,7 +33,6 @@ from kvferry.core.pool.tenants import TenantTable
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
-"""Slots processed in one hold of the manager lock, except in calls of the engine."""
 MAX_POSITION = 2**31 - 1
 """The highest position of a block within its request that a slot can record."""
 
@@ -158,7 +157,11 @@ class SlotTable:
     Free slots before `_frontier` are in the queue; those behind it are found by their state.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0, batch_slots: int = BATCH_SLOTS
+    ) -> None:
+        self.batch_slots = batch_slots
+        """Slots processed in one hold of the manager lock, except in calls of the engine."""
         self.num_slots = num_slots
         self.target_slots = num_slots
         """Value of `num_slots` once the resize in progress is done."""
@@ -226,7 +229,7 @@ class SlotTable:
 
     def find_matching(self, matches: Callable[[RequestIdentity], bool], start_slot: int) -> tuple[Slots, int | None]:
         """Return the ready slots of one batch whose origin matches, and the first slot of the next batch or None."""
-        end = min(start_slot + BATCH_SLOTS, self.end_slot)
+        end = min(start_slot + self.batch_slots, self.end_slot)
         slots = self.ready_in(start_slot, end)
         origins = self.origins[slots].tolist()
         matched = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.pool.tenants import Limit
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -25,6 +24,7 @@ class TenantLimits:
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager
+        self._batch_slots = manager.table.batch_slots
         self.default_bytes: int | None = None
         """Bytes that each tenant without a limit of its own may have in the pool; None is no limit."""
         self._own_bytes: dict[str, int | None] = {}
@@ -75,9 +75,9 @@ class TenantLimits:
         """Return the bytes in the pool of each tenant that has any, as of several moments; None is without a tenant."""
         manager, tenants = self._manager, self._manager.table.tenants
         used_slots: dict[str | None, int] = {}
-        for start in range(0, len(tenants.names), BATCH_SLOTS):
+        for start in range(0, len(tenants.names), self._batch_slots):
             with manager.lock:
-                used_slots |= tenants.used_in(start, start + BATCH_SLOTS)
+                used_slots |= tenants.used_in(start, start + self._batch_slots)
         return {tenant: slots * manager.slot_bytes for tenant, slots in used_slots.items()}
 
     def usage_of(self, tenant: str | None) -> int:
@@ -116,7 +116,7 @@ class TenantLimits:
     def _find_unqueued(self, start: int) -> None:
         """Find the blocks of one batch of slots that have been in the pool since before their tenants were limited."""
         table = self._manager.table
-        end = min(start + BATCH_SLOTS, table.end_slot)
+        end = min(start + self._batch_slots, table.end_slot)
         with self._manager.lock:
             slots = table.tenants.unqueued(table.ready_in(start, end))
             used_s = np.maximum(table.stored_s[slots], table.hit_s[slots])
@@ -133,7 +133,7 @@ class TenantLimits:
     def _queue(self) -> None:
         """Queue the next batch of the found blocks, from the latest used on, each before all that are queued."""
         table = self._manager.table
-        slots, self._unqueued = self._unqueued[:BATCH_SLOTS], self._unqueued[BATCH_SLOTS:]
+        slots, self._unqueued = self._unqueued[: self._batch_slots], self._unqueued[self._batch_slots :]
         with self._manager.changing:
             is_candidate = table.is_ready(slots) & (table.pins[slots] == 0)
             table.tenants.add_oldest(slots[is_candidate][::-1])
@@ -141,9 +141,9 @@ class TenantLimits:
     def _trim(self, now_s: float) -> bool:
         """Evict blocks of a batch of tenants that have more than they may, if they can be evicted."""
         manager, tenants = self._manager, self._manager.table.tenants
-        num_left = BATCH_SLOTS
+        num_left = self._batch_slots
         with manager.changing:
-            end = self._next_number + BATCH_SLOTS
+            end = self._next_number + self._batch_slots
             for tenant, excess in tenants.excess_in(self._next_number, end):
                 victims = tenants.oldest(tenant, min(excess, num_left))
                 manager.drop(victims, EvictionReason.TENANT_LIMIT, now_s)

@@ -19,7 +19,6 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import RequestFilter, RequestIdentity, group_of
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import AfterPin
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.tiers.client import TierClient
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -188,7 +187,8 @@ class Flushes:
                 allowed[origin] = names is None or flush.client.name in names
             return allowed[origin]
 
-        parts = [self._read(start, flush, may_copy) for start in range(0, self._manager.table.end_slot, BATCH_SLOTS)]
+        table = self._manager.table
+        parts = [self._read(start, flush, may_copy) for start in range(0, table.end_slot, table.batch_slots)]
         blocks = _join(parts)
         order = np.lexsort((-blocks.used_s, blocks.tokens))
         with self._manager.lock:
@@ -203,7 +203,7 @@ class Flushes:
         """Return the blocks to copy of a batch of slots."""
         table = self._manager.table
         with self._manager.lock:
-            slots = table.ready_in(start, min(start + BATCH_SLOTS, table.end_slot))
+            slots = table.ready_in(start, min(start + table.batch_slots, table.end_slot))
             slots = slots[self._cascades.allowed.allow(flush.client.name, slots)]
             rows = table.rows(slots)
         is_wanted = np.array([may_copy(origin) for origin in rows.origins], dtype=np.bool_)

@@ -29,8 +29,6 @@ from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
 from kvferry.core.stats import NotStored
 
-_BATCH_SLOTS = 256
-"""Slots processed under one hold of the manager lock, of the many that one step may take or walk."""
 _AHEAD_SLOTS = 1000
 """Slots stored ahead of one step."""
 _AHEAD_BYTES = 256 << 20
@@ -117,6 +115,8 @@ class LazyPlanner(StorePlanner):
         super().__init__(manager, stores, layout, policies)
         self._device = device
         self._watermark = watermark_blocks
+        self._batch_slots = max(manager.table.batch_slots // 4, 1)
+        """Slots processed under one hold of the manager lock, of the many that one step may take or walk."""
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
         self._max_ahead_blocks = self._max_ahead * min(group.slot_blocks for group in layout.groups)
         self._most_slot_blocks = max(group.slot_blocks for group in layout.groups)
@@ -262,8 +262,8 @@ class LazyPlanner(StorePlanner):
         slots = list(dict.fromkeys(slot for slot in recorded if slot is not None))
         yield from self._submit(slots, now_s, StoreCause.REUSED, reused, max_slots=self._max_ahead)
         self._remove(reused)
-        for start in range(0, len(slots), _BATCH_SLOTS):
-            self._count_lost(slots[start : start + _BATCH_SLOTS])
+        for start in range(0, len(slots), self._batch_slots):
+            self._count_lost(slots[start : start + self._batch_slots])
             yield
 
     def filter_recorded(self, keys: Sequence[Key]) -> list[Key]:
@@ -395,10 +395,10 @@ class LazyPlanner(StorePlanner):
         ahead, valid, missing, gone = cause is StoreCause.REUSED, [], [], []
         named: set[int] = set()
         present_keys: dict[Key, None] = {}
-        for start in range(0, len(slots), _BATCH_SLOTS):
+        for start in range(0, len(slots), self._batch_slots):
             if self._stores.is_paused:
                 return None
-            chosen, invalid = self._select(slots[start : start + _BATCH_SLOTS], reused or {}, named)
+            chosen, invalid = self._select(slots[start : start + self._batch_slots], reused or {}, named)
             gone += invalid
             places = self._manager.lookup_each([slot.key for slot in chosen])
             valid += chosen
@@ -412,8 +412,8 @@ class LazyPlanner(StorePlanner):
             self._cascade_present(present, now_s)
             present_keys.update(used)
             yield
-        for start in range(0, 0 if ahead else len(gone), _BATCH_SLOTS):
-            self._forget(gone[start : start + _BATCH_SLOTS])
+        for start in range(0, 0 if ahead else len(gone), self._batch_slots):
+            self._forget(gone[start : start + self._batch_slots])
             yield
         if len(missing) > max_slots:
             if ahead:
@@ -440,10 +440,10 @@ class LazyPlanner(StorePlanner):
         self, slots: Sequence[RecordedSlot], protected: frozenset[Key], now_s: float, cause: StoreCause
     ) -> Generator[None, None, NotStored | None]:
         """Submit slots of one origin up to the first without space, in `Batches`; return why it has none."""
-        for start in range(0, len(slots), _BATCH_SLOTS):
+        for start in range(0, len(slots), self._batch_slots):
             if self._stores.is_paused:
                 return NotStored.PAUSED
-            batch, version = slots[start : start + _BATCH_SLOTS], self._manager.table.space_version
+            batch, version = slots[start : start + self._batch_slots], self._manager.table.space_version
             first = batch[0]
             num_decided = self._stores.submit(
                 StoreCandidate(

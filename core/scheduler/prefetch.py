@@ -12,7 +12,7 @@ from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.prefix_query import BATCH_KEYS, MissingSlots, PrefixQuery
+from kvferry.core.scheduler.prefix_query import MissingSlots, PrefixQuery
 from kvferry.core.scheduler.tier_loads import TierLoads
 from kvferry.core.tiers.base import TierJob
 from kvferry.core.tiers.client import TierClient
@@ -65,8 +65,8 @@ class Prefetches:
         num_loading = 0
         try:
             for part in missing:
-                for first in range(0, len(part.positions), BATCH_KEYS):
-                    batch = replace(part, positions=part.positions[first : first + BATCH_KEYS])
+                for first in range(0, len(part.positions), query.batch_keys):
+                    batch = replace(part, positions=part.positions[first : first + query.batch_keys])
                     with self._manager.lock:
                         loading = self._load(query, batch, wanted, now_s)
                         wanted.difference_update(loading)

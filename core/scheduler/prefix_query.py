@@ -20,8 +20,6 @@ from kvferry.core.scheduler.lookup import find_agreed_end
 from kvferry.core.tiers.base import TierResult
 from kvferry.core.tiers.client import TierClient
 
-BATCH_KEYS = 1000
-"""Keys that are looked up under one hold of the manager lock, or at once in a tier."""
 _MAX_TRIES = 3
 
 Held = list[NDArray[np.bool_]]
@@ -62,6 +60,8 @@ class PrefixQuery:
         block_hashes: Sequence[bytes],
     ) -> None:
         """`block_hashes` are those of the prompt, as the engine makes them; the caller limits their number."""
+        self.batch_keys = step = manager.table.batch_slots
+        """Keys that are looked up under one hold of the manager lock, or at once in a tier."""
         self._manager = manager
         self._layout = layout
         # Device blocks have keys of their own; a slot of the pool has that of its last block.
@@ -73,9 +73,9 @@ class PrefixQuery:
         self._in_pool = [self._find_slots(keys) for keys in self.keys]
         self._pool = self._to_blocks(self._in_pool)
         hashes = block_hashes[: self._end_token // layout.hash_block_size]
-        self._device = [_find_resident(device, _keys_of(group, hashes)) for group in self._blocks.groups]
+        self._device = [_find_resident(device, _keys_of(group, hashes), step) for group in self._blocks.groups]
         self._found: Mapping[str, Held | None] = {}
-        self._answers = {client.name: _TierAnswer(client, layout.groups, self.keys) for client in clients}
+        self._answers = {client.name: _TierAnswer(client, layout.groups, self.keys, step) for client in clients}
 
     def ask_tiers(self, now_s: float) -> None:
         """Look the keys up in the tiers; their answers come with the results of `Tiering.poll`."""
@@ -130,7 +130,8 @@ class PrefixQuery:
         return missing
 
     def _find_slots(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
-        parts = [self._manager.lookup_each(keys[i : i + BATCH_KEYS]) >= 0 for i in range(0, len(keys), BATCH_KEYS)]
+        step = self.batch_keys
+        parts = [self._manager.lookup_each(keys[i : i + step]) >= 0 for i in range(0, len(keys), step)]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.bool_)
 
     def _to_blocks(self, slots: Held) -> Held:
@@ -166,11 +167,14 @@ class PrefixQuery:
 class _TierAnswer:
     """Which keys a tier has, looked up batch by batch. Requires: manager lock held."""
 
-    def __init__(self, client: TierClient, groups: Sequence[Group], keys: Sequence[Sequence[Key]]) -> None:
+    def __init__(
+        self, client: TierClient, groups: Sequence[Group], keys: Sequence[Sequence[Key]], batch_keys: int
+    ) -> None:
         self.is_open = client.is_usable
         self._client = client
         self._groups = groups
         self._keys = keys
+        self._batch_keys = batch_keys
         self._held: Held = [np.zeros(len(of_group), dtype=np.bool_) for of_group in keys]
         self._group = 0
         self._first = 0
@@ -185,7 +189,7 @@ class _TierAnswer:
         if self._group == len(self._keys):
             self.is_open, self._is_complete = False, True
             return
-        batch = self._keys[self._group][self._first : self._first + BATCH_KEYS]
+        batch = self._keys[self._group][self._first : self._first + self._batch_keys]
         self._client.look_up(batch, now_s, self._take)
 
     def close(self) -> Held | None:
@@ -218,11 +222,11 @@ def keys_in_order(layout: GroupLayout, block_hashes: Sequence[bytes]) -> list[Ke
     return [key for _, key in merge(*of_groups)]
 
 
-def _find_resident(device: DeviceView, keys: Sequence[Key]) -> NDArray[np.bool_]:
+def _find_resident(device: DeviceView, keys: Sequence[Key], batch_keys: int) -> NDArray[np.bool_]:
     """Return which keys the device holds; a batch that the engine keeps changing meanwhile counts as missing."""
     is_resident = np.zeros(len(keys), dtype=np.bool_)
-    for first in range(0, len(keys), BATCH_KEYS):
-        batch = keys[first : first + BATCH_KEYS]
+    for first in range(0, len(keys), batch_keys):
+        batch = keys[first : first + batch_keys]
         for _ in range(_MAX_TRIES):
             try:
                 is_resident[first : first + len(batch)] = device.resident(batch)

@@ -11,7 +11,7 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import Key, SessionKey, group_of
 from kvferry.core.policy import MAX_RETAIN_S
 from kvferry.core.pool.index import hash_keys
-from kvferry.core.pool.leases import LEASE_SLOTS, LeaseOutcome, LeaseReceipt
+from kvferry.core.pool.leases import LeaseOutcome, LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.lazy import LazyPlanner
 from kvferry.core.scheduler.prefix_query import keys_in_order
@@ -86,9 +86,10 @@ class Retention:
         while self._leases.release_ended():
             pass
         expendable = keys_in_order(self._layout, expendable_hashes)
-        for start in range(0, len(expendable), LEASE_SLOTS):
+        step = self._leases.batch_slots
+        for start in range(0, len(expendable), step):
             with self._manager.lock:
-                slots = self._manager.index.find_some(expendable[start : start + LEASE_SLOTS])
+                slots = self._manager.index.find_some(expendable[start : start + step])
                 self._leases.expend(slots[::-1])
 
     def _begin(
@@ -105,11 +106,11 @@ class Retention:
         lease = leases.begin(session, tenant, self._requests.last_sequence, now_s, until_s)
         num_blocks = num_pending = 0
         reason: str | None = None
-        for start in range(0, len(keys), LEASE_SLOTS):
+        for start in range(0, len(keys), leases.batch_slots):
             if lease not in leases:
                 reason = _ENDED
                 break
-            batch = keys[start : start + LEASE_SLOTS]
+            batch = keys[start : start + leases.batch_slots]
             slots, is_leasable = self._select(batch)
             chosen = [batch[i] for i in np.flatnonzero(is_leasable).tolist()]
             num_added, limit = leases.extend(lease, chosen, slots[is_leasable])

@@ -18,8 +18,8 @@ _SUBMIT_SLOTS = 512
 """Slots in one submission."""
 _HOLD_SLOTS = 500
 """Slots of one request and group decided under one hold of the manager lock."""
-_HOLD_REQUESTS = 50
-"""Requests decided under one hold of the manager lock, however few slots they have."""
+_REQUEST_SLOTS = 20
+"""A request takes as much of a hold of the manager lock as so many slots, however few it has."""
 _RETRY_BLOCKS = 64
 """Blocks of one request submitted again in one step after they found no space."""
 
@@ -91,7 +91,7 @@ class StorePlanner:
                 self._record_refused(state, progress, *self._split_storable(state, progress.group, first, full))
         self._stores.reorder(state)
         num_new = sum(each.num_decided + each.num_recorded for each in groups) - before
-        return max(num_new / _HOLD_SLOTS, 1 / _HOLD_REQUESTS)
+        return max(num_new / _HOLD_SLOTS, min(_REQUEST_SLOTS / self._manager.table.batch_slots, 1.0))
 
     def plan_rest(self, state: RequestState, now_s: float) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""

@@ -16,7 +16,6 @@ from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.slots import SlotState
 from kvferry.core.pool.tenant_limits import TenantLimits
-from kvferry.core.scheduler import lazy
 from kvferry.core.stats import NotStored
 from kvferry.core.transfers import NO_SLOTS, StepPlan
 from tests.core.test_bounds import pin_all
@@ -402,11 +401,10 @@ def test_lazy_block_when_refilled_unnoticed_counts_as_left_device() -> None:
     assert engine.offload.snapshot().store.skipped["left_device"] > 0
 
 
-def act_in_step(monkeypatch: pytest.MonkeyPatch, at: int, act: str) -> tuple[ToyEngine, StepPlan]:
+def act_in_step(at: int, act: str) -> tuple[ToyEngine, StepPlan]:
     """Do something at a release of the lock within a step that stores seven blocks ahead of it."""
-    monkeypatch.setattr(lazy, "_BATCH_SLOTS", 2)
     with watched_locks():
-        engine = lazy_engine(64, 24, watermark=2)
+        engine = lazy_engine(64, 24, watermark=2, batch_slots=8)
     answer_each(engine, range(2), blocks=10)
     releases = iter(range(1000))
 
@@ -429,10 +427,8 @@ def act_in_step(monkeypatch: pytest.MonkeyPatch, at: int, act: str) -> tuple[Toy
 
 @pytest.mark.parametrize("act", ["reset", "reset some"])
 @pytest.mark.parametrize("at", range(0, 30, 3))
-def test_step_when_reset_between_batches_plans_no_dropped_slot(
-    at: int, act: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, plan = act_in_step(monkeypatch, at, act)
+def test_step_when_reset_between_batches_plans_no_dropped_slot(at: int, act: str) -> None:
+    engine, plan = act_in_step(at, act)
     slots = np.concatenate([NO_SLOTS, *(run.slots for job in plan.jobs for run in job.runs)])
     # A store into a dropped slot would write a header of the new epoch.
     assert (engine.manager.table.current_states(0, 64)[slots] == SlotState.STORING).all()
@@ -441,18 +437,17 @@ def test_step_when_reset_between_batches_plans_no_dropped_slot(
 
 
 @pytest.mark.parametrize("at", range(9, 13))
-def test_lazy_blocks_when_paused_between_batches_are_counted(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, plan = act_in_step(monkeypatch, at, "pause")
+def test_lazy_blocks_when_paused_between_batches_are_counted(at: int) -> None:
+    engine, plan = act_in_step(at, "pause")
     stored = sum(job.num_blocks for job in plan.stores_ahead)
     assert stored == 2 * (at - 9)
     assert engine.offload.snapshot().store.skipped["paused"] == 7 - stored
 
 
 @pytest.mark.parametrize("at", range(1, 8))
-def test_walk_when_reset_between_batches_is_repeated(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "_BATCH_SLOTS", 2)
+def test_walk_when_reset_between_batches_is_repeated(at: int) -> None:
     with watched_locks():
-        engine = lazy_engine(64, 12, watermark=12)
+        engine = lazy_engine(64, 12, watermark=12, batch_slots=8)
     answer_each(engine, range(2))
     engine.reset()
     releases = iter(range(1000))

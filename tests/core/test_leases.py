@@ -15,7 +15,7 @@ from kvferry.core.groups import GroupSpec
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, SessionKey, hash_of
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.pool.leases import LEASE_SLOTS, Lease, LeaseOutcome, LeaseReceipt
+from kvferry.core.pool.leases import Lease, LeaseOutcome, LeaseReceipt
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.recovery import recover
@@ -514,8 +514,9 @@ def test_operator_begins_replaces_and_ends_the_lease_of_a_session() -> None:
 
 
 def test_lease_of_many_blocks_begins_and_ends_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_blocks = 3 * LEASE_SLOTS + 10
-    engine = ToyEngine(4 * num_blocks, 16)
+    step = 4
+    num_blocks = 3 * step + 3
+    engine = ToyEngine(4 * num_blocks, 16, batch_slots=2 * step)
     leases, session = engine.manager.leases, SessionKey(None, "s")
     engine.manager.operator_pins.max_fraction = 1.0
     store(engine.manager, keys(0, num_blocks))
@@ -528,12 +529,12 @@ def test_lease_of_many_blocks_begins_and_ends_in_batches(monkeypatch: pytest.Mon
     monkeypatch.setattr(leases, "extend", extending)
     hashes = [hash_of(each) for each in keys(0, num_blocks)]
     assert engine.offload.retention.retain(session, hashes, 10.0, engine.now_s).num_blocks == num_blocks
-    assert sizes == [LEASE_SLOTS] * 3 + [10]
+    assert sizes == [step] * 3 + [3]
     left = []
     while leases.next_s <= engine.now_s + 11.0:
         leases.expire(engine.now_s + 11.0)
         left.append(leases.num_blocks)
-    assert left == [num_blocks - LEASE_SLOTS * n for n in (1, 2, 3)] + [0]
+    assert left == [num_blocks - step * n for n in (1, 2, 3)] + [0]
     # The blocks are as recently used as any, so that their end is evicted first.
     assert engine.manager.table.keys[engine.manager.next_victims(3)].tolist() == keys(num_blocks - 3, 3)[::-1]
 

@@ -19,6 +19,7 @@ from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Override, PolicyResolver
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import HeaderQueue
 from kvferry.core.pool.resize import PoolResize, Todo
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.pool.tenant_limits import TenantLimits
 from kvferry.core.rules import Rule
 from kvferry.core.scheduler.resets import ResetTicket
@@ -67,6 +68,7 @@ class ToyEngine(ToySchedule):
         request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
         policy_sources: Mapping[str, str] | None = None,
         header_queue: HeaderQueue | None = None,
+        batch_slots: int = BATCH_SLOTS,
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
@@ -86,6 +88,7 @@ class ToyEngine(ToySchedule):
             sink=sink,
             header_queue=header_queue,
             max_slots=max_slots,
+            batch_slots=batch_slots,
         )
         self.resize = PoolResize(self.manager, extent_slots)
         self.limits = TenantLimits(self.manager)

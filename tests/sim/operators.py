@@ -5,10 +5,8 @@ They act between two steps, and in some worlds between the batches of a step or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from itertools import pairwise
-from unittest.mock import patch
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import Key, RequestFilter, SessionKey
@@ -22,7 +20,7 @@ from kvferry.core.tiers.base import HOST, CascadeWhen
 from tests.harness.reference_tier import FALLIBLE
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 from tests.harness.toy_tiers import ToyTier
-from tests.harness.watched_lock import call_on_release, watched_locks
+from tests.harness.watched_lock import call_on_release
 from tests.sim.flushes import FlushDriver
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm
@@ -482,25 +480,3 @@ _ALONE = {
     "get_on_with_limits": ("TenantLimits.step",),
 }
 """Moves that one thread makes, so that they are not made within these calls."""
-
-
-@contextmanager
-def small_batches() -> Iterator[None]:
-    """Have operators' calls and steps release the manager lock often, as with pools of many slots."""
-    sizes = {
-        "pool.slots.BATCH_SLOTS": 3,
-        "pool.resize.BATCH_SLOTS": 3,
-        "pool.tenant_limits.BATCH_SLOTS": 3,
-        "pool.leases.LEASE_SLOTS": 3,
-        "scheduler.retention.LEASE_SLOTS": 3,
-        "scheduler.flushes.BATCH_SLOTS": 3,
-        "scheduler.prefetch.BATCH_KEYS": 2,
-        "scheduler.prefix_query.BATCH_KEYS": 2,
-        "scheduler.lazy._BATCH_SLOTS": 2,
-        "scheduler.store_planner._HOLD_REQUESTS": 1,
-    }
-    with ExitStack() as stack:
-        stack.enter_context(watched_locks())
-        for name, size in sizes.items():
-            stack.enter_context(patch(f"kvferry.core.{name}", size))
-        yield

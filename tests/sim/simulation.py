@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from tests.sim.operators import small_batches
+from tests.harness.watched_lock import watched_locks
 from tests.sim.picks import Picks
 from tests.sim.world import World
 
@@ -41,7 +41,7 @@ def simulate(seed: int, num_steps: int, check_every: int = 1) -> Report:
     world = None
     try:
         interferes = seed % INTERFERES_EVERY == 0
-        with small_batches() if interferes else nullcontext():
+        with watched_locks() if interferes else nullcontext():
             world = World(Picks(seed), interferes=interferes)
             for done in range(1, num_steps + 1):
                 world.step(check=done % check_every == 0)

@@ -15,6 +15,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.policy import Level, RequestPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.slots import BATCH_SLOTS
 from tests.harness.toy_engine import Habits, ToyEngine
 from tests.sim.picks import Picks
 
@@ -80,7 +81,7 @@ class Swarm:
     interferes: bool = False
 
 
-def draw_swarm(picks: Picks, moves: Mapping[str, float], in_fewer: Container[str]) -> Swarm:
+def draw_swarm(picks: Picks, moves: Mapping[str, float], in_fewer: Container[str], *, interferes: bool) -> Swarm:
     """A world, in which some of `moves` happen, at rates in proportion. Its device holds any one request of it."""
     specs = picks.choice(MODELS)
     longest_prompt, longest_answer = picks.choice((8, 24, 24, 48)), picks.choice((1, 4, 12))
@@ -108,6 +109,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float], in_fewer: Container[str
         cost_model=_draw_choice(picks),
         habits=_draw_habits(picks),
         tiers=picks.choice(((), (), ("fast",), ("fast", "slow"))),
+        batch_slots=3 if interferes else BATCH_SLOTS,
     )
     if engine.tiers:
         # At one step a second nobody waits for a second one.
@@ -143,6 +145,7 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float], in_fewer: Container[str
         num_tenants=picks.integer(1, 3),
         num_families=picks.integer(1, 3),
         session_rate=picks.choice((0.0, 0.0, 0.3)),
+        interferes=interferes,
     )
 
 

@@ -36,10 +36,9 @@ class World(Operators):
     """`moves` are what may happen to it, by name."""
 
     def __init__(self, picks: Picks, *, interferes: bool = False) -> None:
-        """If it `interferes`, make it within `small_batches`."""
+        """If it `interferes`, make it within `watched_locks`: its calls release the manager lock often."""
         self.picks = picks
-        self.swarm: Swarm = draw_swarm(picks, MOVES, IN_FEWER_WORLDS)
-        self.swarm.interferes = interferes
+        self.swarm: Swarm = draw_swarm(picks, MOVES, IN_FEWER_WORLDS, interferes=interferes)
         self.engine = self.swarm.engine
         self.engine.take_hit = self._take_hit
         self.engine.choose = self._choose

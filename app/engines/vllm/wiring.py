@@ -39,7 +39,6 @@ from kvferry.app.settings import Settings
 from kvferry.app.store import claim_name
 from kvferry.app.telemetry.logs import LogPipe, start_logging
 from kvferry.core.pool.inventory import Inventory
-from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.cuda_ops.persistent.header_writer import HeaderWriter
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.sealing import TierSealer
@@ -272,11 +271,11 @@ class EngineCore:
         if self.events is None:
             return
         manager = self.service.manager
-        inventory = Inventory(manager)
-        for start in range(0, manager.table.end_slot, BATCH_SLOTS):
+        inventory, step = Inventory(manager), manager.table.batch_slots
+        for start in range(0, manager.table.end_slot, step):
             # In one hold: verification may drop a block in between, and its removal would be reported before its store.
             with manager.lock:
-                self.events.recovered(inventory.list_blocks(start, BATCH_SLOTS, start + BATCH_SLOTS).keys)
+                self.events.recovered(inventory.list_blocks(start, step, start + step).keys)
 
     def _record_dropped(self, rank: RankHandshake) -> None:
         """Add what the first rank found and dropped in the persistent pool's file to the result of the recovery."""
