@@ -231,11 +231,9 @@ class LazyPlanner(StorePlanner):
 
     def _join(self, slot: RecordedSlot, state: RequestState) -> None:
         """Add a request with the same blocks if its policy allows tiers that the others' do not."""
-        cascades = self._stores.cascades
-        if cascades is None or not cascades.allows_more(state, slot.requests):
-            return
-        slot.others += (state,)
-        slot.is_cascaded = False
+        if self._stores.cascades.allows_more(state, slot.requests):
+            slot.others += (state,)
+            slot.is_cascaded = False
 
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
         """Return the blocks of a window that the device cannot find, since it keeps hits at some positions only.
@@ -479,7 +477,7 @@ class LazyPlanner(StorePlanner):
 
     def _cascade_present(self, present: Sequence[RecordedSlot], now_s: float) -> None:
         """Cascade slots that the pool already has to the request-level tiers of their requests, once."""
-        if self._stores.cascades is None:
+        if not self._stores.cascades.has_tiers:
             return
         batches: dict[tuple[int, ...], list[RecordedSlot]] = {}
         for slot in present:

@@ -128,8 +128,7 @@ class LoadPlanner:
                 return Found(first_token)
             hit = self._lookup.find(state.keys, first_token, limit)
             return Found(first_token, hit, boundary_tokens=self._lookup.find_boundary(state.keys, first_token))
-        may_follow = first_token < limit and bool(self._inflight.loaders)
-        if may_follow and self._inflight.must_wait(state, first_token):
+        if first_token < limit and self._inflight.must_wait(state, first_token):
             return Found(first_token, follows=True)
         num_pinned = self._num_pinned - (0 if load.pin is None else len(load.pin.slots))
         max_slots = max(self._manager.table.num_slots // 2, 1) - num_pinned

@@ -268,10 +268,6 @@ class Promotions:
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
-    def _tiers_of(self, state: RequestState) -> list[TierClient]:
-        """Return the tiers that may receive jobs for a request."""
-        return allowed_tiers(self._clients, state.policy.policy)
-
     def _stop_waiting(self, lookup: TierLookup) -> None:
         """Stop waiting for the open jobs. A tier with an unawaited look-up receives no other."""
         self._waits.ended_early += 1
@@ -285,7 +281,7 @@ class Promotions:
         """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
         step = self._layout.alignment_tokens
         limit = state.keys.loadable_tokens(state.policy.policy) // step * step
-        clients = [client for client in self._tiers_of(state) if not client.num_unawaited]
+        clients = [client for client in allowed_tiers(self._clients, state.policy.policy) if not client.num_unawaited]
         if (
             limit <= hit.end_token + self._layout.skipped_tokens
             or hit.first_token % step
@@ -358,25 +354,28 @@ class Promotions:
     def _promote(self, state: RequestState, lookup: TierLookup, hit: PrefixHit, max_slots: int) -> bool:
         """Promote blocks that make the hit longer; False if there are none, or computing them is faster."""
         sources: dict[Key, TierClient] = {}
-        for client in self._tiers_of(state):
+        for client in allowed_tiers(self._clients, state.policy.policy):
             for key in lookup.answers.get(client.name, ()):
                 sources.setdefault(key, client)
         if not sources:
             return False
-        longer = self._fit(state, lookup, hit, max_slots, sources)
+        num_held = sum(len(promotion.slots) for promotion in self._tier_loads.open)
+        max_slots = min(max_slots, max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - num_held)
+        longer = self._lookup.find_fitting(state.keys, hit, lookup.limit_token, sources, max_slots)
         gain = longer.end_token - hit.end_token
         if gain <= 0:
             return False
-        wanted = self._wanted(state, longer)
+        elsewhere = self._lookup.list_elsewhere(state.keys, longer)
+        wanted = [_Block(group, key, number) for group, number, key in elsewhere]
         if not self._is_faster(wanted, sources, gain):
             lookup.phase = LookupPhase.DONE
             return False
         if not lookup.is_early:
             lookup.deadline_s = self._inflight.tier_deadline(state, gain)
-        if not lookup.is_early and self._inflight.is_overdue(state):
-            for client in {sources[block.key] for block in wanted}:
-                client.use.gave_up += 1
-            return False
+            if self._inflight.is_overdue(state):
+                for client in {sources[block.key] for block in wanted}:
+                    client.use.gave_up += 1
+                return False
         lookup.phase = LookupPhase.PROMOTING
         parts: dict[TierClient, list[_Block]] = {}
         for _, blocks in groupby(wanted, key=lambda block: block.group.index):
@@ -387,23 +386,6 @@ class Promotions:
         if lookup.waits_for:
             self._inflight.begin(state, hit.first_token, longer.end_token)
         return bool(lookup.waits_for)
-
-    def _fit(
-        self,
-        state: RequestState,
-        lookup: TierLookup,
-        hit: PrefixHit,
-        max_slots: int,
-        sources: Mapping[Key, TierClient],
-    ) -> PrefixHit:
-        """Return the longest hit with the blocks of the tiers that the limits allow."""
-        num_held = sum(len(promotion.slots) for promotion in self._tier_loads.open)
-        max_slots = min(max_slots, max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - num_held)
-        return self._lookup.find_fitting(state.keys, hit, lookup.limit_token, sources, max_slots)
-
-    def _wanted(self, state: RequestState, hit: PrefixHit) -> list[_Block]:
-        """Return the blocks that a hit takes from tiers, group by group, without slots."""
-        return [_Block(group, key, number) for group, number, key in self._lookup.list_elsewhere(state.keys, hit)]
 
     def _is_faster(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
         """Return whether every tier loads its part faster than computing takes."""

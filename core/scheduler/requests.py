@@ -347,7 +347,7 @@ class RequestState:
         )
 
     def update_policy(self, policies: PolicyResolver, now_s: float) -> None:
-        """Resolve the policy again if any policy has changed. Requires: manager lock held."""
+        """Resolve the policy again if any policy has changed, in an engine call. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version and self.error is None:
             self.policy = resolve_policy(policies, self.request, self.subject, self.patch, now_s, self.policy)

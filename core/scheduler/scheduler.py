@@ -267,18 +267,14 @@ class OffloadScheduler:
             self._fail_match(state, num_computed_tokens, error)
         with self.manager.lock:
             try:
-                state.now_s = now_s
-                if state.policy_version != self.policies.version:
-                    state.update_policy(self.policies, now_s)
+                state.update_policy(self.policies, now_s)
                 if state.trace is not None:
                     state.trace.record_lookup(now_s)
                 found = self._loads.find(state, num_computed_tokens)
             except Exception as error:  # noqa: BLE001 - raised as `RequestFailed`
                 self._fail_match(state, num_computed_tokens, error)
             result = self._loads.match(state, found)
-            is_later = isinstance(result, Later)
-            if is_later or state.times.later_began_s is not None:
-                state.times.record_match(now_s, is_later=is_later)
+            state.times.record_match(now_s, is_later=isinstance(result, Later))
             return result
 
     def exclude(self, request_id: str, hook: str, error: Exception) -> None:
@@ -308,15 +304,15 @@ class OffloadScheduler:
         A load that is no longer possible, or does not consist of whole blocks of the hit, is a failed load. A second
         call for the same match only updates the tables.
         """
+        # Only the engine thread adds and removes requests and hits.
         state = self.requests.live.get(request_id)
-        # Only the engine thread adds requests and hits. For a long hit, this takes longer than starting its load.
-        copies = None if state is None else self._loads.plan_copies(state, block_ids, num_loaded_tokens)
-        if state is not None and (self._planner is self._lazy or self.manager.is_learning):
+        if state is None:
+            return
+        # For a long hit, this takes longer than starting its load.
+        copies = self._loads.plan_copies(state, block_ids, num_loaded_tokens)
+        if self._planner is self._lazy or self.manager.is_learning:
             self._run_batches(self._record_uses(state, now_s))
         with self.manager.lock:
-            state = self.requests.live.get(request_id)
-            if state is None:
-                return
             matched = state.load.matched_tokens
             if matched is not None:
                 state.num_blocks = sum(matched // group.spec.block_size for group in self.layout.groups)
@@ -324,7 +320,7 @@ class OffloadScheduler:
             self._loads.commit(state, num_loaded_tokens, copies, now_s)
             state.times.record_schedule(now_s, is_loading=state.phase is RequestPhase.LOADING)
             session = state.origin.session_key
-            if session is not None and len(self.manager.leases):
+            if session is not None:
                 self.manager.leases.end_session(session, LeaseEnd.NEXT_REQUEST, before=state.sequence)
             if state.trace is not None:
                 state.trace.end_match(now_s, num_loaded_tokens)
@@ -339,13 +335,10 @@ class OffloadScheduler:
         # Also in eager mode, as the device keeps the blocks until they are taken.
         reused = self._device.take_allocated(self._lazy.recorded)
         with self.manager.lock:
-            if self._jobs.unowned:
-                self._jobs.release_unowned()
+            self._jobs.release_unowned()
             self._expire(now_s)
-            if self._prefills.planned or self._prefills.last_step is not None:
-                self._prefills.end_step(now_s)
-            if self._stores.parts:
-                self._stores.end_disowned(now_s)
+            self._prefills.end_step(now_s)
+            self._stores.end_disowned(now_s)
             if self._stores.reorderings:
                 self._stores.continue_reordering()
         if reused:
@@ -393,13 +386,11 @@ class OffloadScheduler:
         with self.manager.lock:
             for result in results:
                 self._jobs.report(result)
-            if self._jobs.unowned:
-                self._jobs.release_unowned()
+            self._jobs.release_unowned()
             if has_tiers:
                 self.tiers.process_results(now_s)
                 self._promotions.advance(now_s)
-            if self._loads.lost:
-                outcomes += self._loads.end_lost()
+            outcomes += self._loads.end_lost()
             for ended in self._jobs.take_ended():
                 if ended.is_disowned:
                     self._end_disowned(ended)
@@ -530,8 +521,7 @@ class OffloadScheduler:
             self._counts.waiting_for_load = sum(state.phase is RequestPhase.LOADING for state in self.requests)
             counters.open_jobs = len(self._jobs)
             counters.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
-            if self.tiers.clients or counters.tiers:
-                counters.tiers = self.tiers.stats()
+            counters.tiers = self.tiers.stats()
             return read(counters)
 
     def expire(self, now_s: float) -> None:
@@ -616,10 +606,8 @@ class OffloadScheduler:
         raise RequestFailed from error
 
     def _expire(self, now_s: float) -> None:
-        if self.policies.expiries.next_s <= now_s:
-            self.policies.expire(now_s)
-        if self.manager.operator_pins.expiries.next_s <= now_s:
-            self.manager.operator_pins.expire(now_s)
+        self.policies.expire(now_s)
+        self.manager.operator_pins.expire(now_s)
         if self.manager.leases.next_s <= now_s:
             self.manager.leases.expire(now_s)
 
@@ -644,8 +632,7 @@ class OffloadScheduler:
             if state.is_offloaded and self._lookup.seen is not None:
                 self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
             state.phase = RequestPhase.RUNNING
-            if state.times.load_began_s is not None:
-                state.times.end_load(now_s)
+            state.times.end_load(now_s)
             self._update_tables(state, step.block_ids)
             state.num_computed_tokens = step.num_computed_tokens
             if not state.prefill.counted:
@@ -669,9 +656,8 @@ class OffloadScheduler:
 
     def _begin_lease(self, state: RequestState, now_s: float) -> None:
         """Begin the lease of a request that ends, if its policy says so."""
-        if state.policy_version != self.policies.version:
-            with self.manager.lock:
-                state.update_policy(self.policies, now_s)
+        with self.manager.lock:
+            state.update_policy(self.policies, now_s)
         if not state.policy.policy.retain_s:
             return
         # Only the engine thread adds keys.

@@ -91,7 +91,7 @@ class StoreJobs:
         """Device blocks in flight by the cause of their store."""
         self.num_returned = 0
         """Blocks stored as `REUSED_SOON` that are back in the free queue since the lazy planner last read this."""
-        self._cascades = cascades
+        self.cascades = cascades
         self._manager = manager
         self._table = manager.table
         self._jobs = jobs
@@ -101,11 +101,6 @@ class StoreJobs:
         """Parts that are in no job yet."""
         self.reorderings: deque[_Reordering] = deque(maxlen=_MAX_REORDERINGS)
         """Long requests that `continue_reordering` puts in order."""
-
-    @property
-    def cascades(self) -> Cascades | None:
-        """The cascades to tiers; None without a tier."""
-        return self._cascades if self._cascades.has_tiers else None
 
     def submit(self, candidate: StoreCandidate, now_s: float) -> int:
         """Reserve slots for those blocks that are not in the pool; return how many slots of the candidate are decided.
@@ -128,7 +123,7 @@ class StoreJobs:
         num_present = offer.num_decided - len(offer.slots) - len(offer.not_admitted_at)
         if num_present:
             self.count_skipped(state, NotStored.ALREADY_STORED, num_present * group.slot_blocks)
-            if self.cascades is not None and any(map(self.cascades.request_level_tiers, candidate.requests)):
+            if any(map(self.cascades.request_level_tiers, candidate.requests)):
                 absent = {*offer.stored_at.tolist(), *offer.not_admitted_at.tolist()}
                 present = [keys[i] for i in range(offer.num_decided) if i not in absent]
                 self.cascades.submit_present(candidate.requests, present, now_s)
@@ -140,7 +135,7 @@ class StoreJobs:
 
     def follow(self, state: RequestState, group: Group, numbers: Sequence[int]) -> None:
         """Cascade these slots of a request, which are stored for other requests, once they are stored."""
-        if self.cascades is None or not self.cascades.request_level_tiers(state):
+        if not self.cascades.request_level_tiers(state):
             return
         size, table = group.slot_blocks, state.block_ids[group.index]
         for number in numbers:
@@ -262,7 +257,7 @@ class StoreJobs:
         self.num_returned += count if part.cause is StoreCause.REUSED_SOON else 0
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
-        keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
+        keys = [] if ok and not self.cascades.has_tiers else self._table.keys[part.slots].tolist()
         published, num_reset = 0, count if disowned else 0
         if ok:
             slots = self._free_dropped(part)
@@ -278,9 +273,8 @@ class StoreJobs:
                 # To be repeated with the request's next store, or at its end.
                 part.request.ordered_tokens = 0
         if ok and part.request.policy.policy.tiers is not None:
-            self._cascades.allowed.record(part.slots, [state.policy.policy for state in (part.request, *part.others)])
-        if self.cascades is not None:
-            self._cascade(self.cascades, part, keys if ok else None, now_s)
+            self.cascades.allowed.record(part.slots, [state.policy.policy for state in (part.request, *part.others)])
+        self._cascade(part, keys if ok else (), now_s)
         if published:
             of_tenant = self._tenants.of(part.request.origin.tenant)
             of_tenant.stored_blocks += published
@@ -307,10 +301,10 @@ class StoreJobs:
         self._manager.abort_store(slots)
         return part.slots[~is_dropped]
 
-    def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
-        """Cascade the stored `keys` of a part, None if it failed."""
-        states = (part.request, *part.others)
-        if keys is not None:
+    def _cascade(self, part: StorePart, keys: Sequence[Key], now_s: float) -> None:
+        """Cascade the stored `keys` of a part; there are none if it failed, and without tiers."""
+        states, cascades = (part.request, *part.others), self.cascades
+        if keys:
             is_published = self._table.is_ready(part.slots)
             cascades.submit_stored(states, part.slots[is_published], now_s)
             cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~is_published).tolist()], now_s)
