@@ -18,8 +18,8 @@ class TenantLimits:
     """Limits of a manager's tenants. One thread calls `step`; other methods may be called from any thread.
 
     Acquires the manager lock. A block takes a whole slot of the pool, so that a limit holds `max_bytes // slot_bytes`
-    blocks. The first limit of a tenant that has blocks takes effect once `step` has put them in the order in which they
-    are evicted.
+    blocks. A tenant that has more when it gets its first limit stores nothing until `step` has put its blocks in the
+    order in which they are evicted.
     """
 
     def __init__(self, manager: OffloadManager) -> None:
@@ -46,7 +46,6 @@ class TenantLimits:
             self.default_bytes = max_bytes
             if self._manager.table.tenants.is_limiting:
                 self._manager.table.tenants.set_default(self._to_slots(max_bytes))
-                self._changed()
 
     def set_limit(self, tenant: str, max_bytes: int | None) -> None:
         """Set a tenant's own limit, which holds in place of the default; None is no limit."""
@@ -54,7 +53,6 @@ class TenantLimits:
         with self._manager.lock:
             self._own_bytes[tenant] = max_bytes
             self._manager.table.tenants.set_limit(tenant, self._to_slots(max_bytes))
-            self._changed()
 
     def unset_limit(self, tenant: str) -> bool:
         """Remove a tenant's own limit. Returns False if it has none."""
@@ -63,7 +61,6 @@ class TenantLimits:
                 return False
             del self._own_bytes[tenant]
             self._manager.table.tenants.unset_limit(tenant)
-            self._changed()
             return True
 
     def own_limits(self) -> dict[str, int | None]:
@@ -100,18 +97,10 @@ class TenantLimits:
             return True
         with self._manager.lock:
             is_queued, self._version = self._version == tenants.version, tenants.version
-            if is_queued:
-                tenants.activate()
         if not is_queued:
             self._scan_from = 0
             return True
         return self._trim(now_s)
-
-    def _changed(self) -> None:
-        """Let limits that were set take effect at once in a pool without blocks."""
-        table = self._manager.table
-        if not table.num_ready:
-            table.tenants.activate()
 
     def _find_unqueued(self, start: int) -> None:
         """Find the blocks of one batch of slots that have been in the pool since before their tenants were limited."""
