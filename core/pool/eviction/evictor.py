@@ -136,8 +136,6 @@ class Evictor:
         self._places: dict[int, tuple[int, int]] = {}
         """Of slots that `hold_place` has removed, and that were not used since: the candidate that would be evicted
         before, negative if there was none, and the generation of that one."""
-        self._left_places: dict[int, tuple[int, int]] = {}
-        """Former `_places` of slots that were used meanwhile."""
         self._victim_numbers: VictimNumbers = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_victim_number = 0
@@ -177,7 +175,7 @@ class Evictor:
         self.policy.add(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
-        if self._places or self._left_places:
+        if len(in_place):
             # Behind the others, of which some may be the candidates before them.
             self._put_in_place(in_place)
 
@@ -230,7 +228,6 @@ class Evictor:
         self._on_device.reset()
         self._set_aside.clear()
         self._places.clear()
-        self._left_places.clear()
         try:
             self.policy.reset()
             if len(self.policy):
@@ -266,16 +263,17 @@ class Evictor:
         """Record that slots, of which some may be set aside or held in place, were used or freed."""
         if self._set_aside:
             self._set_aside.difference_update(slots.tolist())
-        if self._places:
-            self._left_places |= {slot: self._places.pop(slot) for slot in slots.tolist() if slot in self._places}
+        for slot in slots.tolist() if self._places else ():
+            place = self._places.pop(slot, None)
+            if place is not None:
+                # Those that were behind it keep its place.
+                self._places |= {other: place for other, (older, _) in self._places.items() if older == slot}
 
     def hold_place(self, slots: Slots) -> None:
         """Remove candidates that are pinned without a use, and remember their places in the order of eviction."""
         older = self._table.older[slots]
         places = zip(older.tolist(), self._table.generations[older].tolist(), strict=True)
         self._places.update(zip(slots.tolist(), places, strict=True))
-        for slot in older.tolist():
-            self._left_places.pop(slot, None)
         self.remove(slots)
 
     def _put_in_place(self, slots: Slots) -> None:
@@ -287,7 +285,7 @@ class Evictor:
         table = self._table
         for slot in slots.tolist():
             older, generation = self._places.pop(slot)
-            while (place := self._places.get(older) or self._left_places.get(older)) is not None:
+            while (place := self._places.get(older)) is not None:
                 older, generation = place
             queue = self._queue_of(slot)
             is_here = older >= 0 and table.generations[older] == generation and table.is_ready(np.array([older]))[0]
@@ -297,8 +295,6 @@ class Evictor:
                 queue.insert_after(slot, older)
             else:
                 queue.append(np.array([slot]))
-        if not self._places:
-            self._left_places.clear()
         if self._tenants.is_limiting:
             self._tenants.use(slots)
 
