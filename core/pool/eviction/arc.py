@@ -35,7 +35,6 @@ class ArcPolicy:
     """The policy `arc`. Candidates that another policy left count as used once."""
 
     name = "arc"
-    learns = False
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table

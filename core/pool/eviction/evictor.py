@@ -7,7 +7,7 @@ of a batch that was used at once the last slot is evicted first, so that prefixe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,6 @@ class EvictionPolicy(Protocol):
     """The order in which candidates are evicted. Every method is O(1) amortized a slot."""
 
     name: str
-    learns: bool
-    """Whether it is a `LearningPolicy`."""
 
     def import_order(self, candidates: Segment) -> None:
         """Start a new policy with these candidates, in their order of eviction. O(1)."""
@@ -89,19 +87,6 @@ class EvictionPolicy(Protocol):
         """Remove all candidates, in O(1)."""
 
 
-class LearningPolicy(EvictionPolicy, Protocol):
-    """An eviction policy that learns from what requests use, wherever it is."""
-
-    def record_uses(self, hashes: KeyHashes, now_s: float, on_device: bool) -> None:
-        """Record that a request uses these keys, which the device has, or else the pool or neither."""
-
-    def record_end(self, hashes: KeyHashes, candidates: Slots, num_output_tokens: int, now_s: float) -> None:
-        """Record the length of the answer to a request with these keys; `candidates` hold some of them."""
-
-    def record_request(self, now_s: float) -> None:
-        """Record that a request has ended, after all of its keys were recorded."""
-
-
 EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {
     LruPolicy.name: LruPolicy,
     ArcPolicy.name: ArcPolicy,
@@ -121,8 +106,6 @@ class Evictor:
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self.policy = EVICTION_POLICIES[policy](table)
-        self.learner = _learner(self.policy)
-        """The policy, if it learns from uses."""
         self.residency: Residency | None = None
         """In lazy mode: returns which blocks the device holds."""
         self._on_device = Segment(table)
@@ -146,6 +129,11 @@ class Evictor:
     def __len__(self) -> int:
         """Return the number of candidates."""
         return len(self.policy) + len(self._on_device)
+
+    @property
+    def learner(self) -> HazardPolicy | None:
+        """The policy, if it learns from what requests use, wherever it is."""
+        return self.policy if isinstance(self.policy, HazardPolicy) else None
 
     # --- candidates -------------------------------------------------------------------------------------------------
 
@@ -211,7 +199,7 @@ class Evictor:
             self._tenants.remove(slots)
 
     def record_end(self, hashes: KeyHashes, slots: Slots, num_output_tokens: int, now_s: float) -> None:
-        """See `LearningPolicy`; `slots` are ready."""
+        """See `HazardPolicy`; `slots` are ready."""
         if self.learner is not None:
             candidates = np.sort(self._split(slots[self._table.pins[slots] == 0])[1])
             if (candidates[1:] == candidates[:-1]).any():
@@ -234,7 +222,6 @@ class Evictor:
                 raise RuntimeError(f"eviction policy {self.policy.name} has candidates after reset()")
         except Exception:
             self.policy = LruPolicy(self._table)
-            self.learner = None
             raise
 
     def _split(self, slots: Slots) -> tuple[Slots, Slots]:
@@ -346,7 +333,7 @@ class Evictor:
     def exchange_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Replace the policy by a new one, which takes over the candidates in their order; return the old one. O(1)."""
         policy.import_order(self.policy.export_order())
-        replaced, self.policy, self.learner = self.policy, policy, _learner(policy)
+        replaced, self.policy = self.policy, policy
         return replaced
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
@@ -503,7 +490,3 @@ class Evictor:
 
 def _count_keys(prefix: Prefix) -> int:
     return sum(count for _, count in prefix.groups.values()) + len(prefix.others)
-
-
-def _learner(policy: EvictionPolicy) -> LearningPolicy | None:
-    return cast(LearningPolicy, policy) if policy.learns else None

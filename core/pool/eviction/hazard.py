@@ -48,7 +48,6 @@ class HazardPolicy:
     """The policy `hazard`. Without records of uses it is LRU."""
 
     name = "hazard"
-    learns = True
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -87,12 +86,12 @@ class HazardPolicy:
         return sum(map(len, self._segments))
 
     def record_uses(self, hashes: KeyHashes, now_s: float, on_device: bool) -> None:
-        """See `LearningPolicy`."""
+        """Record that a request uses these keys, which the device has, or else the pool or neither."""
         self._now_s = now_s
         self._keys.record_uses(hashes, now_s, self._rates, on_device)
 
     def record_end(self, hashes: KeyHashes, candidates: Slots, num_output_tokens: int, now_s: float) -> None:
-        """See `LearningPolicy`."""
+        """Record the length of the answer to a request with these keys; `candidates` hold some of them."""
         self._now_s = now_s
         self._keys.record_output(hashes, class_of_output(num_output_tokens), self._rates)
         if self._rates.is_known and len(candidates):
@@ -104,7 +103,7 @@ class HazardPolicy:
                 self._append(moved, now_s, numbers[is_moved])
 
     def record_request(self, now_s: float) -> None:
-        """See `LearningPolicy`."""
+        """Record that a request has ended, after all of its keys were recorded."""
         self._keys.sweep(now_s, self._rates)
         if self._rates.count_request():
             known = self._keys.by_age(now_s)

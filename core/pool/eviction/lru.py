@@ -111,7 +111,6 @@ class LruPolicy:
     """The policy `lru`."""
 
     name = "lru"
-    learns = False
 
     def __init__(self, table: SlotTable) -> None:
         self._candidates = Segment(table)
