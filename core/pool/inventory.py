@@ -119,11 +119,11 @@ class Inventory:
                 rows = table.rows(slots)
             yield rows
 
-    def describe_uses(self, start: int, end: int) -> str:
-        """Count the slots of a range by their use, each once, as of several moments."""
-        uses, step = Counter[str](), self._manager.table.batch_slots
-        for at in range(start, end, step):
-            self._count_uses(at, min(at + step, end), uses)
+    def describe_leaving(self) -> str:
+        """Count the slots in use that leave the pool in a resize, each once, by their use, as of several moments."""
+        uses, table = Counter[str](), self._manager.table
+        for start in range(table.num_slots, table.end_slot, table.batch_slots):
+            self._count_uses(start, min(start + table.batch_slots, table.end_slot), uses)
         return ", ".join(f"{uses[use]:,} {use}" for use in _USES if uses[use]) or "none"
 
     def dirty_rows(self, limit: int) -> SlotRows | None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.admission import Admission, Reservation
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
-from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor, Residency
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import NO_PREFIX, BlockIndex, Prefix, hash_keys
 from kvferry.core.pool.leases import Leases
@@ -109,7 +109,8 @@ class OffloadManager:
         self.admission = Admission(num_slots, 1)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._header_queue = header_queue
-        self._observe_victims: Callable[[Slots], None] | None = None
+        self.observe_victims: Callable[[Slots], None] | None = None
+        """Receives the slots of blocks that are about to be evicted for space."""
 
     @property
     def num_slots(self) -> int:
@@ -509,16 +510,6 @@ class OffloadManager:
             slots = self.evictor.next_victims(count)
             return slots[slots < min(self.table.num_slots, self.table.target_slots)]
 
-    def set_victim_observer(self, observer: Callable[[Slots], None] | None) -> None:
-        """Call `observer` with the slots of blocks that are about to be evicted for space, or nothing."""
-        with self.changing:
-            self._observe_victims = observer
-
-    def set_residency(self, residency: Residency | None) -> None:
-        """Evict blocks first that the device still holds, or not; see `Residency`."""
-        with self.changing:
-            self.evictor.residency = residency
-
     def switch_policy(self, name: str) -> None:
         """Exchange the eviction policy, keeping blocks and their order. One thread at a time.
 
@@ -596,8 +587,8 @@ class OffloadManager:
         table, count = self.table, len(slots)
         self._count_evicted(reason, count)
         rows = table.rows(slots, np.ones(count, dtype=np.bool_))
-        if self._observe_victims is not None and reason is EvictionReason.CAPACITY:
-            self._observe_victims(slots)
+        if self.observe_victims is not None and reason is EvictionReason.CAPACITY:
+            self.observe_victims(slots)
         self.index.remove(slots)
         self.history.evicted.add(table.hashes.take(slots), reason, now_s)
         table.dirty[slots] = True

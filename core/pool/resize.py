@@ -67,8 +67,7 @@ class PoolResize:
 
     def in_use(self) -> str:
         """Return the numbers of leaving slots in use, by their use. Any thread."""
-        table = self._manager.table
-        return Inventory(self._manager).describe_uses(table.num_slots, table.end_slot)
+        return Inventory(self._manager).describe_leaving()
 
     def request(self, num_slots: int) -> None:
         """Request a size, in place of the one requested before.

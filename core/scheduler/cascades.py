@@ -85,7 +85,7 @@ class Cascades:
     def follow_evictions(self) -> None:
         """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""
         self._has_evict_tiers = any(client.when is CascadeWhen.EVICT for client in self._clients)
-        self._manager.set_victim_observer(self._count_lost if self._has_evict_tiers else None)
+        self._manager.observe_victims = self._count_lost if self._has_evict_tiers else None
 
     def submit_next_victims(self, now_s: float) -> None:
         """Submit next victims to the tiers that receive blocks before their eviction. Called every step."""

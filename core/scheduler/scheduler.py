@@ -201,9 +201,9 @@ class OffloadScheduler:
         self._use_planner(mode)
 
     def _use_planner(self, mode: StoreMode) -> None:
-        self._mode, is_lazy = mode, mode is StoreMode.LAZY
+        self.store_mode, is_lazy = mode, mode is StoreMode.LAZY
         self._planner: StorePlanner = self._lazy if is_lazy else self._eager
-        self.manager.set_residency(self._lazy.residency if is_lazy else None)
+        self.manager.evictor.residency = self._lazy.residency if is_lazy else None
 
     # --- engine hooks ---------------------------------------------------------------------------------------------
 
@@ -488,7 +488,7 @@ class OffloadScheduler:
                 counts.end_in_flight()
             counters.load.failed += counters.load.in_flight
             counters.load.in_flight = 0
-            self._build_planners(self._mode, is_paused=self._stores.is_paused)
+            self._build_planners(self.store_mode, is_paused=self._stores.is_paused)
             loads = [job.pin for job in self._jobs if job.pin is not None]
             return recover(self.manager, self.resets.filled_slots(), loads, self.tiers.cascades.open_pins(), now_s)
 
@@ -536,11 +536,6 @@ class OffloadScheduler:
         """Count the jobs open for longer than `limit_s`; they keep their blocks, because no device copy times out."""
         with self.manager.lock:
             return sum(now_s - job.opened_s > limit_s for job in self._jobs)
-
-    @property
-    def store_mode(self) -> StoreMode:
-        """When blocks are submitted."""
-        return self._mode
 
     def set_store_mode(self, mode: StoreMode) -> None:
         """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""

@@ -277,7 +277,9 @@ class TierClient:
 
     def counts(self) -> tuple[TierCounts, TierUse]:
         """Return the tier's counters, and the client's own."""
-        use = replace(self.use, **self._count_open(), look_up_s=self.look_up_rate.estimate_s(1))
+        num_resets, look_up_s = len(self._resets), self.look_up_rate.estimate_s(1)
+        num_open = len(self._open) + len(self._stuck) + num_resets
+        use = replace(self.use, open_jobs=num_open, open_resets=num_resets, look_up_s=look_up_s)
         return self._call("counts", self._tier.counts, TierCounts()), use
 
     # --- internals ------------------------------------------------------------------------------------------------
@@ -322,10 +324,6 @@ class TierClient:
             is_accepted = self._succeeds("drop", lambda: self._tier.drop(number, [key]))
         if is_accepted:
             self._refused.discard(number)
-
-    def _count_open(self) -> dict[str, int]:
-        num_resets = len(self._resets)
-        return {"open_jobs": len(self._open) + len(self._stuck) + num_resets, "open_resets": num_resets}
 
     def _succeeds(self, method: str, call: Callable[[], object]) -> bool:
         """Call the tier; return False if it raises."""

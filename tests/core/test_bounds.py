@@ -219,7 +219,7 @@ def test_residency_is_requested_for_bounded_victims_when_full(policy: str) -> No
         asked.append(len(wanted))
         return [False] * len(wanted)
 
-    manager.set_residency(residency)
+    manager.evictor.residency = residency
     for first in range(0, 5000, 500):
         store(manager, keys(first, 500))
         manager.enter_device(manager.lookup(keys(first, 500)))

@@ -107,7 +107,7 @@ class Evictor:
         self._table = table
         self.policy = EVICTION_POLICIES[policy](table)
         self.residency: Residency | None = None
-        """In lazy mode: returns which blocks the device holds."""
+        """In lazy mode: returns which blocks the device holds, which are evicted first."""
         self._on_device = Segment(table)
         """In the order of their latest use on the device."""
         self._is_on_device = np.zeros(table.max_slots, dtype=np.bool_)
