@@ -109,7 +109,7 @@ class OffloadManager:
         self.admission = Admission(num_slots, 1)
         self.history = MissHistory(self.table, self.index, self.evictions, sink)
         self._header_queue = header_queue
-        self.observe_victims: Callable[[Slots], None] | None = None
+        self.observe_victims: Callable[[Slots], None] = lambda slots: None
         """Receives the slots of blocks that are about to be evicted for space."""
 
     @property
@@ -587,7 +587,7 @@ class OffloadManager:
         table, count = self.table, len(slots)
         self._count_evicted(reason, count)
         rows = table.rows(slots, np.ones(count, dtype=np.bool_))
-        if self.observe_victims is not None and reason is EvictionReason.CAPACITY:
+        if reason is EvictionReason.CAPACITY:
             self.observe_victims(slots)
         self.index.remove(slots)
         self.history.evicted.add(table.hashes.take(slots), reason, now_s)

@@ -58,7 +58,7 @@ class Cascades:
         self._peak = self._num_evicted = self._num_idle = 0
         self._examined = (-1, -1, -1)
         """The pool's versions when its next victims were examined last."""
-        self._has_evict_tiers = False
+        manager.observe_victims = self._count_lost
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
@@ -82,14 +82,10 @@ class Cascades:
         """Whether there is a tier."""
         return bool(self._clients)
 
-    def follow_evictions(self) -> None:
-        """Begin or end to count blocks that are evicted before a tier received them. Call after a change of tiers."""
-        self._has_evict_tiers = any(client.when is CascadeWhen.EVICT for client in self._clients)
-        self._manager.observe_victims = self._count_lost if self._has_evict_tiers else None
-
     def submit_next_victims(self, now_s: float) -> None:
         """Submit next victims to the tiers that receive blocks before their eviction. Called every step."""
-        if not self._has_evict_tiers:
+        clients = [client for client in self._clients if client.when is CascadeWhen.EVICT]
+        if not clients:
             return
         table, before = self._manager.table, self._num_evicted
         self._num_evicted = self._manager.evictions.by_reason.get(EvictionReason.CAPACITY.value, 0)
@@ -98,7 +94,7 @@ class Cascades:
         if self._num_idle and version == self._examined:
             self._num_idle -= 1
             return
-        clients = [client for client in self._clients if client.when is CascadeWhen.EVICT and client.is_usable]
+        clients = [client for client in clients if client.is_usable]
         num_victims = min(max(_VICTIM_PEAKS * self._peak, table.num_slots // _VICTIMS_SHARE), _MAX_VICTIMS)
         count = min(num_victims - table.num_free - self.count_writing_victims(), self.num_allowed)
         if not clients or count <= 0:
@@ -171,10 +167,10 @@ class Cascades:
 
     def _count_lost(self, slots: Slots) -> None:
         """Count blocks that are evicted before a tier received them."""
-        generations = self._manager.table.generations[slots]
         for client in self._clients:
             if client.when is CascadeWhen.EVICT:
-                client.use.cascades_dropped += int(np.count_nonzero(client.is_wanted(slots, generations)))
+                is_wanted = client.is_wanted(slots, self._manager.table.generations[slots])
+                client.use.cascades_dropped += int(np.count_nonzero(is_wanted))
 
     def submit(
         self,

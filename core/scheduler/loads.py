@@ -234,12 +234,11 @@ class LoadPlanner:
         return jobs
 
     def end_lost(self) -> list[LoadOutcome]:
-        """End the loads that could not start; return the outcomes of requests that still wait for them."""
-        lost, self.lost = self.lost, []
-        still_lost = [(state, outcome) for state, outcome in lost if state.load.lost is outcome]
-        for state, _ in still_lost:
+        """End the loads that could not start, and return their outcomes."""
+        lost = self.lost
+        for state, _ in lost:
             self._stop_waiting(state)
-        return [outcome for _, outcome in still_lost]
+        return [outcome for _, outcome in lost]
 
     def end(self, ended: OpenJob, now_s: float) -> LoadOutcome | None:
         """Release what a load held; return its outcome if its request still waits for it."""
@@ -285,8 +284,9 @@ class LoadPlanner:
         return LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens)
 
     def detach(self, state: RequestState) -> None:
-        """Release the pin and the load of a request that has finished or was preempted."""
-        state.load.matched_tokens = state.load.wanted = None
+        """Release the pin and the load of a request that has finished, was preempted or is not offloaded any more."""
+        state.load.matched_tokens = state.load.wanted = state.load.misses = None
+        state.load.failed = False
         self._inflight.forget(state)
         for source in self._sources:
             source.forget(state)
@@ -296,18 +296,6 @@ class LoadPlanner:
                     job.request = None
             self._stop_waiting(state)
         self._set_hit(state, None)
-
-    def exclude(self, state: RequestState) -> None:
-        """Release the pin and the load of a request that is computed without offloading from now on."""
-        self.detach(state)
-        state.load.boundary_tokens = 0
-        state.load.misses = None
-
-    def restart(self, state: RequestState) -> None:
-        """Prepare a preempted request for its next match."""
-        state.load.failed = False
-        state.load.misses = None
-        self.detach(state)
 
     def _start(self, state: RequestState, copies: Copies | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         state.phase = RequestPhase.LOADING
@@ -323,8 +311,8 @@ class LoadPlanner:
         num_failed = num_tokens // self._layout.alignment_tokens if copies is None else copies.wanted.num_blocks
         self.counts.failed += num_failed
         state.load.failed = True
-        state.load.lost = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
-        self.lost.append((state, state.load.lost))
+        outcome = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
+        self.lost.append((state, outcome))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
         verify = self._manager.unverified(pin.slots)
@@ -355,7 +343,7 @@ class LoadPlanner:
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING
-        state.load.lost = None
+        self.lost = [one for one in self.lost if one[0] is not state]
         self._inflight.end(state)
 
     # --- misses -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,41 +56,33 @@ class Prefetches:
         missing = query.missing_slots(names)
         asked = {key for part in missing for key in query.keys_at(part)}
         with self._manager.lock:
-            wanted = asked - self._loading
-            if not wanted:
-                return 0
-            if len(self._loading) + len(wanted) > self.max_blocks:
+            if len(self._loading | asked) > self.max_blocks:
                 return None
-            self._loading |= wanted
         num_loading = 0
-        try:
-            for part in missing:
-                for first in range(0, len(part.positions), query.batch_keys):
-                    batch = replace(part, positions=part.positions[first : first + query.batch_keys])
-                    with self._manager.lock:
-                        loading = self._load(query, batch, wanted, now_s)
-                        wanted.difference_update(loading)
-                        num_loading += len(loading)
-        finally:
-            with self._manager.lock:
-                self._loading -= wanted
+        for part in missing:
+            for first in range(0, len(part.positions), query.batch_keys):
+                batch = replace(part, positions=part.positions[first : first + query.batch_keys])
+                with self._manager.lock:
+                    num_loading += self._load(query, batch, now_s)
         return num_loading
 
     def abandon(self) -> None:
         """Forget what is not in an open job, after an exception; open jobs end as other promotions do."""
         self._loading.intersection_update(key for promotion in self._loads.open for key in promotion.keys)
 
-    def _load(self, query: PrefixQuery, part: MissingSlots, wanted: Container[Key], now_s: float) -> list[Key]:
-        """Load those of some slots whose keys are wanted, as far as there is space; return their keys."""
+    def _load(self, query: PrefixQuery, part: MissingSlots, now_s: float) -> int:
+        """Load those of some slots that are not being loaded, as far as there is space; return their number."""
         client = next((one for one in self._clients if one.name == part.name), None)
         if client is None or not client.is_usable:
-            return []
+            return 0
         number, size_bytes = self._new_number(), part.group.slot_bytes
         # A prompt of hashes may repeat one.
         places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
-        named = [(key, position) for key, position in places.items() if key in wanted]
+        named = [(key, position) for key, position in places.items() if key not in self._loading]
+        # Another call may load meanwhile.
+        named = named[: self.max_blocks - len(self._loading)]
         if not named:
-            return []
+            return 0
         offer = self._manager.prepare_store(
             [key for key, _ in named],
             RequestIdentity(f"prefetch-{number}"),
@@ -104,7 +96,8 @@ class Prefetches:
         )
         keys = [named[i][0] for i in offer.stored_at.tolist()]
         if not keys:
-            return []
+            return 0
+        self._loading.update(keys)
         # Unknown, so that each reset by match has them, unless the tier has the origin.
         self._manager.set_origin(offer.slots, RequestIdentity(""))
 
@@ -115,4 +108,4 @@ class Prefetches:
         sizes = np.full(len(keys), size_bytes, dtype=np.int64)
         job = TierJob(number, keys, offer.slots, sizes)
         self._loads.load(client, job, now_s, end)
-        return keys
+        return len(keys)

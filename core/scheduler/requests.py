@@ -22,7 +22,6 @@ from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
 from kvferry.core.scheduler.tier_loads import TierLookup
 from kvferry.core.stats import MissCause, MissedTokens, Misses, NotStored, PromptTokens, StoreCounts
-from kvferry.core.transfers import LoadOutcome
 
 _MAX_CHARS = 128
 _DIGEST_CHARS = 32
@@ -93,8 +92,7 @@ class LoadProgress:
     `hit` was found after `matched_tokens` tokens on the device, and `pin` holds its slots until `commit`; `wanted` is
     the decision to load it. The latest look-up found blocks up to `found_end`; what the pool has beyond that is unused
     for the cause `unused`. `misses` are the causes for the rest, and `boundary_tokens` is the end of the prefix that
-    other requests computed. `lost` is the outcome of a load that could not start. The device has `device_tokens` tokens
-    and `loaded_tokens` were loaded.
+    other requests computed. The device has `device_tokens` tokens and `loaded_tokens` were loaded.
     """
 
     hit: PrefixHit | None = None
@@ -107,7 +105,6 @@ class LoadProgress:
     boundary_tokens: int = 0
     is_decline_counted: bool = False
     failed: bool = False
-    lost: LoadOutcome | None = None
     device_tokens: int = 0
     loaded_tokens: int = 0
 

@@ -286,7 +286,7 @@ class OffloadScheduler:
             state.error = f"{hook}: {type(error).__name__}"
             self._counts.excluded += 1
             if state.phase is not RequestPhase.LOADING:
-                self._loads.exclude(state)
+                self._loads.detach(state)
 
     def boundary(self, request_id: str) -> int:
         """Return where, by the latest `match`, a request leaves the prefixes of others, in tokens; 0 if nowhere.
@@ -427,7 +427,7 @@ class OffloadScheduler:
             state.num_blocks = state.num_computed_tokens = 0
             for progress in state.storing:
                 progress.num_recorded = 0
-            self._loads.restart(state)
+            self._loads.detach(state)
             state.phase = RequestPhase.WAITING
 
     def on_request_finished(

@@ -116,7 +116,6 @@ class Tiering:
         """
         with self._lock:
             self.named([name])[0].when = when
-            self.cascades.follow_evictions()
 
     def enabled(self) -> dict[str, bool]:
         """Return whether jobs are submitted to each tier, by name."""
@@ -160,7 +159,6 @@ class Tiering:
             self.clients.remove(client)
             self.detached.add(name)
             self.flushes.forget(name, now_s)
-            self.cascades.follow_evictions()
             return True
 
     def poll(self, now_s: float) -> None:
