@@ -561,18 +561,18 @@ class PoolCounts:
 class Snapshot:
     """All counters of core at one moment."""
 
-    epoch: int
     pool: PoolCounts
-    requests: RequestCounts
-    prompt_tokens: PromptTokens
-    store: StoreCounts
-    load: LoadCounts
     evictions: EvictionCounts
-    missed_tokens: MissedTokens
-    open_jobs: int
-    transfers: Mapping[Direction, JobHistograms]
+    leases: LeaseCounts
+    prompt_tokens: PromptTokens
+    epoch: int = 0
+    open_jobs: int = 0
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    store: StoreCounts = field(default_factory=StoreCounts)
+    load: LoadCounts = field(default_factory=LoadCounts)
+    missed_tokens: MissedTokens = field(default_factory=MissedTokens)
+    transfers: dict[Direction, JobHistograms] = field(default_factory=lambda: dict.fromkeys(Direction, JobHistograms()))
     latencies: Latencies = field(default_factory=Latencies)
     balance: BalanceCounts = field(default_factory=BalanceCounts)
     tier_waits: TierWaitCounts = field(default_factory=TierWaitCounts)
-    leases: LeaseCounts = field(default_factory=LeaseCounts)
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

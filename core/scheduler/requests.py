@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
-from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity
-from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyResolver, RequestPolicy
+from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, is_session
+from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, PolicyPatch, PolicyResolver, RequestPolicy
 from kvferry.core.pool.leases import LeaseReceipt
 from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
@@ -295,7 +295,7 @@ class RequestState:
     request: EngineRequest
     keys: RequestKeys
     subject: RuleSubject
-    patch: Mapping[str, Any]
+    patch: PolicyPatch
     policy: EffectivePolicy
     policy_version: int
     storing: tuple[GroupProgress, ...]
@@ -347,7 +347,7 @@ class RequestState:
         """Resolve the policy again if any policy has changed, in an engine call. Requires: manager lock held."""
         self.now_s = now_s
         if self.policy_version != policies.version and self.error is None:
-            self.policy = resolve_policy(policies, self.request, self.subject, self.patch, now_s, self.policy)
+            self.policy = _resolve_policy(policies, self.request, self.subject, self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
     def discard(self) -> None:
@@ -391,11 +391,11 @@ class RequestState:
         )
 
 
-def resolve_policy(
+def _resolve_policy(
     policies: PolicyResolver,
     request: EngineRequest,
     subject: RuleSubject,
-    patch: Mapping[str, Any],
+    patch: PolicyPatch,
     now_s: float,
     before: EffectivePolicy | None = None,
 ) -> EffectivePolicy:
@@ -493,6 +493,30 @@ class RequestTable:
         """Return the number of the next announcement."""
         self.last_sequence += 1
         return self.last_sequence
+
+    def new_state(
+        self, request: EngineRequest, keys: RequestKeys, patch: PolicyPatch, groups: Sequence[Group], now_s: float
+    ) -> RequestState:
+        """Return the state of a new request, without a change of any other state."""
+        trace = getattr(request, "trace", None)
+        name = request.request_id[:MAX_NAME_CHARS]
+        given = getattr(request, "session", None)
+        session = given if is_session(given) else None
+        origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases), session)
+        subject = RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
+        return RequestState(
+            sequence=self.next_sequence(),
+            request=request,
+            keys=keys,
+            subject=subject,
+            patch=patch,
+            policy=_resolve_policy(self._policies, request, subject, patch, now_s),
+            policy_version=self._policies.version,
+            storing=tuple(map(GroupProgress, groups)),
+            times=RequestTimes(now_s),
+            trace=None if trace is None else TraceProgress(trace),
+            unhashed=getattr(request, "unhashed", None),
+        )
 
     def add(self, state: RequestState) -> None:
         """Add a live request."""

@@ -32,12 +32,11 @@ from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.errors import RequestFailed
 from kvferry.core.groups import GroupKind, GroupLayout
-from kvferry.core.keys import MAX_NAME_CHARS, Key, RequestIdentity, SessionKey, is_session
-from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyPatch, PolicyResolver, parse_request_fields
+from kvferry.core.keys import Key, SessionKey
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestBlocks, RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
-from kvferry.core.rules import RuleSubject
 from kvferry.core.scheduler.demands import Demands
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable, OpenJob
@@ -47,32 +46,14 @@ from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.prefills import Prefills, TenantUsage
 from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.promotions import Promotions
-from kvferry.core.scheduler.requests import (
-    GroupProgress,
-    RequestPhase,
-    RequestState,
-    RequestTable,
-    RequestTimes,
-    TraceProgress,
-    resolve_policy,
-)
+from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestTable
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.retention import Retention
 from kvferry.core.scheduler.sessions import SessionTable
 from kvferry.core.scheduler.store_planner import StorePlanner
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
-from kvferry.core.stats import (
-    BalanceCounts,
-    JobHistograms,
-    LeaseEnd,
-    LoadCounts,
-    MissedTokens,
-    PromptTokens,
-    RequestCounts,
-    Snapshot,
-    StoreCounts,
-)
+from kvferry.core.stats import LeaseEnd, PromptTokens, Snapshot
 from kvferry.core.tiers.base import Tier
 from kvferry.core.transfers import Direction, LoadOutcome, StepPlan, TransferResult
 
@@ -146,23 +127,9 @@ class OffloadScheduler:
         self.retention = Retention(manager, layout, self.requests, lambda: self._lazy)
         self.sessions = SessionTable(manager.lock)
         self.tenants = TenantUsage()
-        self.balance = BalanceCounts()
-        self._transfers = {direction: JobHistograms() for direction in Direction}
-        self._counters = Snapshot(
-            epoch=0,
-            pool=manager.counts(),
-            requests=RequestCounts(),
-            prompt_tokens=PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0)),
-            store=StoreCounts(),
-            load=LoadCounts(),
-            evictions=manager.evictions,
-            missed_tokens=MissedTokens(),
-            open_jobs=0,
-            transfers=self._transfers,
-            balance=self.balance,
-            leases=manager.leases.counts,
-        )
-        self._counts = self._counters.requests
+        prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
+        self._counters = Snapshot(manager.counts(), manager.evictions, manager.leases.counts, prompt_tokens)
+        self.balance, self._counts = self._counters.balance, self._counters.requests
         self._last_warned_s: dict[str, float] = {}
         self.emits_token_ids = False
         """Whether `RequestBlocks` have the token ids of prompt and answer."""
@@ -226,7 +193,7 @@ class OffloadScheduler:
             if self.tiers.clients and getattr(request, "unhashed", None) is None:
                 keys.extend_loadable()
             with self.manager.lock:
-                state = self._new_state(request, keys, patch, now_s)
+                state = self.requests.new_state(request, keys, patch, self.layout.groups, now_s)
         except Exception as error:
             self._add_failed(request, "on_new_request", error, now_s)
             raise RequestFailed from error
@@ -401,7 +368,8 @@ class OffloadScheduler:
                 elif (outcome := self._loads.end(ended, now_s)) is not None:
                     outcomes.append(outcome)
                 if not ended.errors:
-                    self._transfers[direction] = self._transfers[direction].counting(ended.num_bytes, ended.seconds)
+                    transfers = self._counters.transfers
+                    transfers[direction] = transfers[direction].counting(ended.num_bytes, ended.seconds)
                 elif self._may_warn(f"{direction} failed", now_s):
                     errors.append(f"{direction} job {ended.job.job_id}: {ended.errors[0]}")
         if has_tiers:
@@ -554,28 +522,6 @@ class OffloadScheduler:
             self._lazy.restart()
 
     # --- internals ------------------------------------------------------------------------------------------------
-
-    def _new_state(self, request: EngineRequest, keys: RequestKeys, patch: PolicyPatch, now_s: float) -> RequestState:
-        """Return the state of a new request, without a change of any other state."""
-        trace = getattr(request, "trace", None)
-        name = request.request_id[:MAX_NAME_CHARS]
-        given = getattr(request, "session", None)
-        session = given if is_session(given) else None
-        origin = RequestIdentity(name, request.tenant, request.lora, tuple(request.aliases), session)
-        subject = RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
-        return RequestState(
-            sequence=self.requests.next_sequence(),
-            request=request,
-            keys=keys,
-            subject=subject,
-            patch=patch,
-            policy=resolve_policy(self.policies, request, subject, patch, now_s),
-            policy_version=self.policies.version,
-            storing=tuple(map(GroupProgress, self.layout.groups)),
-            times=RequestTimes(now_s),
-            trace=None if trace is None else TraceProgress(trace),
-            unhashed=getattr(request, "unhashed", None),
-        )
 
     def _add(self, state: RequestState) -> None:
         self.requests.add(state)

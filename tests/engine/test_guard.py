@@ -20,7 +20,7 @@ from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pins
-from kvferry.core.scheduler import scheduler
+from kvferry.core.scheduler import requests, scheduler
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.requests import RequestState, RequestTable
@@ -106,8 +106,8 @@ def test_requests_are_answered_when_a_hook_raises(
 OWN = [
     *[("on_new_request", *place) for place in (
         (scheduler, "parse_request_fields"), (PolicyResolver, "resolve"), (PolicyResolver, "defaults"),
-        (scheduler, "resolve_policy"), (RequestKeys, "__init__"), (RequestTable, "next_sequence"),
-        (scheduler, "RequestIdentity"), (Request, "kv_transfer_params"), (Request, "tenant"),
+        (requests, "_resolve_policy"), (RequestKeys, "__init__"), (RequestTable, "next_sequence"),
+        (requests, "RequestIdentity"), (Request, "kv_transfer_params"), (Request, "tenant"),
     )],
     *[("match", *place) for place in (
         (RequestKeys, "extend_loadable"), (RequestKeys, "extend"), (RequestKeys, "loadable_tokens"),
