@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby, product
@@ -136,10 +136,6 @@ _LENGTH_BOUNDS = (1 << 10, 8 << 10, 32 << 10)
 REQUEST_SECONDS = tuple(power * factor for power in (1e-3, 1e-2, 1e-1, 1.0, 10.0) for factor in (1.0, 2.5, 5.0))
 
 
-def _no_waits() -> dict[tuple[PromptSource, PromptLength], Histogram]:
-    return dict.fromkeys(product(PromptSource, PromptLength), empty(REQUEST_SECONDS))
-
-
 @dataclass(slots=True)
 class Latencies:
     """Seconds of requests whose prompt was computed.
@@ -150,7 +146,9 @@ class Latencies:
 
     load_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
     tier_wait: Histogram = field(default_factory=lambda: empty(REQUEST_SECONDS))
-    first_token: dict[tuple[PromptSource, PromptLength], Histogram] = field(default_factory=_no_waits)
+    first_token: dict[tuple[PromptSource, PromptLength], Histogram] = field(
+        default_factory=lambda: dict.fromkeys(product(PromptSource, PromptLength), empty(REQUEST_SECONDS))
+    )
 
     def count(
         self, source: PromptSource, num_tokens: int, load_s: float, tier_s: float | None, first_token_s: float
@@ -256,8 +254,8 @@ _NOT_STORED = (
 )
 
 
-def _no_causes() -> dict[str, int]:
-    return {cause.value: 0 for cause in MissCause}
+def _zeros(names: Iterable[StrEnum]) -> Callable[[], dict[str, int]]:
+    return lambda: {name.value: 0 for name in names}
 
 
 @dataclass(slots=True)
@@ -268,7 +266,7 @@ class MissedTokens:
     """
 
     causes: dict[str, int] = counter(
-        _CAUSES, "missed_prompt_tokens", label=("cause", ""), help=_BY_CAUSE, factory=_no_causes
+        _CAUSES, "missed_prompt_tokens", label=("cause", ""), help=_BY_CAUSE, factory=_zeros(MissCause)
     )
     evicted: dict[str, int] = counter(
         "By the reason of the eviction", "missed_prompt_tokens", label=("cause", "evicted:"), factory=dict
@@ -365,9 +363,7 @@ class Misses:
                 counts.add(cause, end - start)
 
 
-def _no_skips() -> dict[str, int]:
-    return {reason.value: 0 for reason in NotStored if reason not in (NotStored.FAILED, NotStored.PART_OF_SLOT)}
-
+_SKIPS = [reason for reason in NotStored if reason not in (NotStored.FAILED, NotStored.PART_OF_SLOT)]
 
 MAX_HINT_TYPES = 16
 OTHER_HINTS = "other"
@@ -455,7 +451,7 @@ class StoreCounts:
     in_flight: int = gauge("Blocks being stored", "store_in_flight_blocks")
     seconds: float = counter(_STORE_SECONDS, "store_seconds", default=0.0)
     skipped: dict[str, int] = counter(
-        "Blocks offered and not stored", "store_skipped_blocks", label=("reason", ""), factory=_no_skips
+        "Blocks offered and not stored", "store_skipped_blocks", label=("reason", ""), factory=_zeros(_SKIPS)
     )
 
     def end_in_flight(self) -> None:
@@ -509,14 +505,6 @@ class LeaseEnd(StrEnum):
     RESET = "reset"
 
 
-def _no_outcomes() -> dict[str, int]:
-    return {outcome.value: 0 for outcome in LeaseOutcome}
-
-
-def _no_ends() -> dict[str, int]:
-    return {cause.value: 0 for cause in LeaseEnd}
-
-
 @dataclass(slots=True)
 class LeaseCounts:
     """Leases, which keep blocks of sessions from eviction after their requests."""
@@ -525,13 +513,13 @@ class LeaseCounts:
         "Requests for leases: granted for all blocks, for the first ones (`clipped`) or not at all",
         "leases",
         label=("outcome", ""),
-        factory=_no_outcomes,
+        factory=_zeros(LeaseOutcome),
     )
     ended: dict[str, int] = counter(
         "Leases that ended, by cause: their time, their session's next request, an operator, a reset of the pool",
         "leases_ended",
         label=("cause", ""),
-        factory=_no_ends,
+        factory=_zeros(LeaseEnd),
     )
     slots: int = gauge("Slots under leases, each counted once", "leased_slots")
     pending: int = gauge("Blocks under leases that are not in the pool yet, each counted once", "leases_pending_blocks")

@@ -78,7 +78,9 @@ class Demands:
             return False
         demand = self._search(state, hit)
         if demand.search is not None:
-            return self._wait(state, demand.limit_token - hit.end_token)
+            if wait.demand_until_s is None:
+                wait.demand_until_s = self._inflight.wait_deadline(state, demand.limit_token - hit.end_token)
+            return state.now_s < wait.demand_until_s
         if self._will_be_stored(state, demand.keys):
             return True
         for _ in range(_MAX_CHOICES):
@@ -109,12 +111,6 @@ class Demands:
                 yield from self._lazy.store_demanded(demand.slots, demand.keys, now_s)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
-
-    def _wait(self, state: RequestState, num_tokens: int) -> bool:
-        """Return whether a wait for `num_tokens` tokens that begins now, or has begun, is not too long."""
-        if state.wait.demand_until_s is None:
-            state.wait.demand_until_s = self._inflight.wait_deadline(state, num_tokens)
-        return state.now_s < state.wait.demand_until_s
 
     def _will_be_stored(self, state: RequestState, keys: Sequence[Key]) -> bool:
         """Return whether any of the keys that a request waits for is in flight, or is going to be."""
