@@ -309,7 +309,7 @@ class OffloadManager:
     def unverified(self, slots: Slots) -> Slots:
         """Return those of these slots that were recovered and not verified since."""
         with self.lock:
-            return self.table.unverified_of(slots) if self.table.num_unverified else NO_SLOTS
+            return self.table.unverified_of(slots)
 
     # --- drop and reset ---------------------------------------------------------------------------------------------
 
@@ -595,10 +595,8 @@ class OffloadManager:
         table.num_ready -= count
         if table.tenants.is_limiting:
             table.tenants.remove(slots)
-        if table.num_unverified:
-            table.clear_unverified(slots)
-        if self._header_queue is not None:
-            self.invalidate(slots)
+        table.clear_unverified(slots)
+        self.invalidate(slots)
         if self.sink is not None:
             self.sink(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
 

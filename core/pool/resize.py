@@ -141,7 +141,8 @@ class PoolResize:
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
         table = self._manager.table
         with self._manager.changing:
-            table.shrink(wanted)
+            # Slots from this one on are not allocated any more. Free ones count until they are retired.
+            table.num_slots = wanted
         self._resize_columns(wanted)
         self._since_s = now_s
         self._scan_again(wanted, table.end_slot)

@@ -286,10 +286,6 @@ class SlotTable:
         self.free(added)
         self.last_end_slot = max(self.last_end_slot, self.end_slot)
 
-    def shrink(self, num_slots: int) -> None:
-        """Stop the allocation of slots from this one on, in O(1). Free ones count until they are retired."""
-        self.num_slots = num_slots
-
     def retire(self, start: int, end: int) -> Slots:
         """Retire the free ones of these leaving slots, and return those in use."""
         states = self.current_states(start, end)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.native import tenant_functions
 from kvferry.core.pool.tenants import Limit
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -41,15 +42,15 @@ class TenantLimits:
         """Set the limit of tenants without one of their own; None is no limit."""
         if max_bytes == self.default_bytes:
             return
-        self._prepare(max_bytes)
+        # Compiled without the lock.
+        tenant_functions()
         with self._manager.lock:
             self.default_bytes = max_bytes
-            if self._manager.table.tenants.is_limiting:
-                self._manager.table.tenants.set_default(self._to_slots(max_bytes))
+            self._manager.table.tenants.set_default(self._to_slots(max_bytes))
 
     def set_limit(self, tenant: str, max_bytes: int | None) -> None:
         """Set a tenant's own limit, which holds in place of the default; None is no limit."""
-        self._prepare(max_bytes)
+        tenant_functions()
         with self._manager.lock:
             self._own_bytes[tenant] = max_bytes
             self._manager.table.tenants.set_limit(tenant, self._to_slots(max_bytes))
@@ -141,13 +142,6 @@ class TenantLimits:
                     return True
             self._next_number = end if end < len(tenants.names) else 0
         return self._next_number > 0
-
-    def _prepare(self, max_bytes: int | None) -> None:
-        tenants = self._manager.table.tenants
-        if max_bytes is not None and not tenants.is_limiting:
-            links = tenants.prepare_queues()
-            with self._manager.lock:
-                tenants.begin_limiting(links)
 
     def _to_slots(self, max_bytes: int | None) -> Limit:
         return None if max_bytes is None else max_bytes // self._manager.slot_bytes

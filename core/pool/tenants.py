@@ -40,7 +40,7 @@ Limit = int | None
 
 
 class TenantTable:
-    """Slots in use by tenant, and limits. Requires: manager lock held, except for `prepare_queues`.
+    """Slots in use by tenant, and limits. Requires: manager lock held.
 
     A tenant has a number as long as it has slots; 0 is for all requests without a tenant, which have no limit. Counts
     and queues of an older epoch are empty, which makes a reset O(1).
@@ -61,7 +61,8 @@ class TenantTable:
         """Whether there has been a limit, so that queues are kept."""
         self.version = 0
         """Raised by each change of limits."""
-        self._links: NDArray[np.int32] = np.zeros((0, 2), dtype=_NUMBER)
+        self._links: NDArray[np.int32] = aligned_zeros(2 * len(records), _NUMBER).reshape(-1, 2)
+        """Neighbors in queues; the memory takes none until it is used."""
         self._numbers: dict[str | None, int] = {None: 0}
         self._unused: list[int] = []
         self._next_released = 1
@@ -118,18 +119,9 @@ class TenantTable:
 
     # --- limits -------------------------------------------------------------------------------------------------
 
-    def prepare_queues(self) -> NDArray[np.int32]:
-        """Return the memory of the queues, which takes none until it is used. Requires: no lock held."""
-        tenant_functions()
-        return self._links if self.is_limiting else aligned_zeros(2 * len(self._records), _NUMBER).reshape(-1, 2)
-
-    def begin_limiting(self, links: NDArray[np.int32]) -> None:
-        """Keep queues from now on, in the memory that `prepare_queues` has returned."""
-        if not self.is_limiting:
-            self._links, self.is_limiting = links, True
-
     def set_limit(self, tenant: str, limit: Limit) -> None:
-        """Set the limit of one tenant, in place of the default. Requires: queues are kept."""
+        """Set the limit of one tenant, in place of the default."""
+        self.is_limiting |= limit is not None
         self._limits[tenant] = limit
         self._limit_changed(tenant)
 
@@ -139,7 +131,8 @@ class TenantTable:
         self._limit_changed(tenant)
 
     def set_default(self, limit: Limit) -> None:
-        """Set the limit of every tenant that has none of its own. Requires: queues are kept."""
+        """Set the limit of every tenant that has none of its own."""
+        self.is_limiting |= limit is not None
         self._default = limit
         self.rows[0, TENANT_LIMIT] = _to_column(limit)
         self.version += 1

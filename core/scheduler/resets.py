@@ -197,15 +197,14 @@ class Resets:
         self, match: RequestFilter | None, key: Key | None, among: Sequence[str] | None = None
     ) -> tuple[str, ...]:
         """Remember a reset for the detached tiers `among` these, None for all, and return their names."""
-        with self._manager.lock:
-            names = sorted(name for name in self._tiers.detached if among is None or name in among)
-            for name in names:
-                known = self._detached.setdefault(name, [])
-                if (match is None and key is None) or len(known) >= _MAX_DETACHED:
-                    self._detached[name] = [TierReset(name, self._jobs.new_id())]
-                elif not any(one.key is None and one.match is None for one in known):
-                    known.append(TierReset(name, self._jobs.new_id(), match, key))
-            return tuple(names)
+        names = sorted(name for name in self._tiers.detached if among is None or name in among)
+        for name in names:
+            known = self._detached.setdefault(name, [])
+            if (match is None and key is None) or len(known) >= _MAX_DETACHED:
+                self._detached[name] = [TierReset(name, self._jobs.new_id())]
+            elif not any(one.key is None and one.match is None for one in known):
+                known.append(TierReset(name, self._jobs.new_id(), match, key))
+        return tuple(names)
 
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""
