@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
@@ -38,8 +38,6 @@ class Prefetches:
         self._loads = loads
         self._clients = clients
         self._new_number = new_number
-        self._loading: set[Key] = set()
-        """Keys of blocks that are being loaded."""
 
     @property
     def max_blocks(self) -> int:
@@ -56,7 +54,7 @@ class Prefetches:
         missing = query.missing_slots(names)
         asked = {key for part in missing for key in query.keys_at(part)}
         with self._manager.lock:
-            if len(self._loading | asked) > self.max_blocks:
+            if sum(not self._loads.is_loading(key) for key in asked) > self._num_left:
                 return None
         num_loading = 0
         for part in missing:
@@ -66,9 +64,9 @@ class Prefetches:
                     num_loading += self._load(query, batch, now_s)
         return num_loading
 
-    def abandon(self) -> None:
-        """Forget what is not in an open job, after an exception; open jobs end as other promotions do."""
-        self._loading.intersection_update(key for promotion in self._loads.open for key in promotion.keys)
+    @property
+    def _num_left(self) -> int:
+        return self.max_blocks - sum(len(one.keys) for one in self._loads.open if one.is_prefetch)
 
     def _load(self, query: PrefixQuery, part: MissingSlots, now_s: float) -> int:
         """Load those of some slots that are not being loaded, as far as there is space; return their number."""
@@ -78,9 +76,9 @@ class Prefetches:
         number, size_bytes = self._new_number(), part.group.slot_bytes
         # A prompt of hashes may repeat one.
         places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
-        named = [(key, position) for key, position in places.items() if key not in self._loading]
+        named = [(key, position) for key, position in places.items() if not self._loads.is_loading(key)]
         # Another call may load meanwhile.
-        named = named[: self.max_blocks - len(self._loading)]
+        named = named[: max(self._num_left, 0)]
         if not named:
             return 0
         offer = self._manager.prepare_store(
@@ -97,15 +95,13 @@ class Prefetches:
         keys = [named[i][0] for i in offer.stored_at.tolist()]
         if not keys:
             return 0
-        self._loading.update(keys)
         # Unknown, so that each reset by match has them, unless the tier has the origin.
         self._manager.set_origin(offer.slots, RequestIdentity(""))
 
         def end(published: NDArray[np.bool_]) -> None:
-            self._loading.difference_update(keys)
             client.use.prefetched += int(np.count_nonzero(published))
 
         sizes = np.full(len(keys), size_bytes, dtype=np.int64)
         job = TierJob(number, keys, offer.slots, sizes)
-        self._loads.load(client, job, now_s, end)
+        self._loads.load(client, job, now_s, end, is_prefetch=True)
         return len(keys)

@@ -94,6 +94,7 @@ class OpenPromotion:
     num_bytes: int
     resets: ResetsSince
     is_early: bool
+    is_prefetch: bool
 
 
 class TierLoads:
@@ -119,15 +120,18 @@ class TierLoads:
         on_end: Callable[[NDArray[np.bool_]], None],
         *,
         is_early: bool = False,
+        is_prefetch: bool = False,
     ) -> None:
         """Load blocks into slots that were reserved for them, and publish those that arrive.
 
         `on_end` receives which of them were published, whatever becomes of the job. `is_early`: no match waits for the
-        job yet.
+        job yet; `is_prefetch`: none will.
         """
         num_bytes = int(job.num_bytes.sum())
         self._manager.begin_tier_write(job.slots)
-        promotion = OpenPromotion(client, self._manager.epoch, job.slots, job.keys, num_bytes, ResetsSince(), is_early)
+        promotion = OpenPromotion(
+            client, self._manager.epoch, job.slots, job.keys, num_bytes, ResetsSince(), is_early, is_prefetch
+        )
         self.open.append(promotion)
         self._num_loading.update(promotion.keys)
         client.bytes_in_flight += num_bytes

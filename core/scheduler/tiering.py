@@ -70,7 +70,6 @@ class Tiering:
             client.resubmit_resets()
         self.cascades.abandon(self.clients)
         self.loads.abandon(self.clients)
-        self.prefetches.abandon()
         self.flushes.abandon(now_s)
 
     def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:

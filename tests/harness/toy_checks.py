@@ -282,14 +282,13 @@ def check_idle(engine: ToyEngine) -> None:
     promotions, cascades, demands = engine.offload._promotions, tiers.cascades, engine.offload._demands
     left = {
         "loads": [*loads._inflight.loaders, *loads.pending, *loads.lost],
-        "sums of loads": loads._bytes_in_flight or loads._num_pinned,
+        "pins of loads": loads._num_pinned,
         "stores": [*stores.storing, *stores.parts, *filter(None, stores.in_flight.values())],
         "holds": [*engine.offload._jobs._held, *engine.offload._jobs.unowned],
         "demands": [*demands.open, *demands._open_blocks],
         "promotions": [*tiers.loads.open, *tiers.loads._num_loading],
         "slots promoted early": promotions._num_early_slots,
         "early promotions": [*promotions._arrived, *promotions._early],
-        "prefetches": [*tiers.prefetches._loading],
         "cascades": [*cascades._open, *cascades._num_readers.nonzero()[0].tolist()],
         "leases": [*engine.manager.leases._leases, *engine.manager.leases._blocks, *engine.manager.leases._ended],
         "flushes": [*tiers.flushes._holding, *engine.manager.evictor._places],
