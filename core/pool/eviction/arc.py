@@ -21,7 +21,7 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.lru import Segment, VictimNumbers, peek_oldest
+from kvferry.core.pool.eviction.lru import Segment, peek_oldest
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
@@ -73,12 +73,6 @@ class ArcPolicy:
         """See `EvictionPolicy`."""
         self._is_frequent[slots] = True
         self._frequent.append(slots)
-
-    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
-        """See `EvictionPolicy`."""
-        recent, frequent = self._split(slots)
-        self._recent.put_back(recent, numbers)
-        self._frequent.put_back(frequent, numbers)
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """See `EvictionPolicy`."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.hazard import HazardPolicy
-from kvferry.core.pool.eviction.lru import LruPolicy, Segment, VictimNumbers
+from kvferry.core.pool.eviction.lru import LruPolicy, Segment
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
@@ -49,9 +49,6 @@ class EvictionPolicy(Protocol):
 
     def add(self, slots: Slots) -> None:
         """Add slots that were unpinned, as used."""
-
-    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
-        """Add slots that were pinned without a use to the next victims; see `Segment.put_back`."""
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """Return the queue in which a slot is when it is a candidate."""
@@ -119,7 +116,7 @@ class Evictor:
         self._places: dict[int, tuple[int, int]] = {}
         """Of slots that `hold_place` has removed, and that were not used since: the candidate that would be evicted
         before, negative if there was none, and the generation of that one."""
-        self._victim_numbers: VictimNumbers = np.zeros(table.max_slots, dtype=np.int64)
+        self._victim_numbers = np.zeros(table.max_slots, dtype=np.int64)
         """The order in which `next_victims` has returned slots since their latest use, 0 for the others."""
         self._last_victim_number = 0
         self.num_reordered = 0
@@ -293,9 +290,15 @@ class Evictor:
     def _put_back(self, slots: Slots) -> None:
         """Make slots the next victims again that were set aside and not used since."""
         self._set_aside.difference_update(slots.tolist())
-        on_device, others = self._split(slots)
-        self._on_device.put_back(on_device, self._victim_numbers)
-        self.policy.put_back(others, self._victim_numbers)
+        numbers, queues = self._victim_numbers, dict[RecencyQueue, list[int]]()
+        for slot in slots.tolist():
+            queues.setdefault(self._queue_of(slot), []).append(slot)
+        for queue, part in queues.items():
+            # By number among those that have one, which are the next victims; those without one before all.
+            has_none = numbers[queue.peek_oldest(_MAX_CANDIDATES)] == 0
+            num_numbered = int(has_none.argmax()) if has_none.any() else len(has_none)
+            first = np.concatenate((queue.take_oldest(num_numbered), part))
+            queue.prepend(first[np.argsort(numbers[first], kind="stable")])
         if self._tenants.is_limiting:
             self._tenants.add_oldest(slots[np.argsort(self._victim_numbers[slots], kind="stable")])
 

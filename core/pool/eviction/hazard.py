@@ -11,7 +11,7 @@ evicted are remembered for as long as four times as many as the pool has slots w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvferry.core.pool.eviction.learning import (
     UsedKeys,
     class_of_output,
 )
-from kvferry.core.pool.eviction.lru import Segment, VictimNumbers, peek_oldest
+from kvferry.core.pool.eviction.lru import Segment, peek_oldest
 from kvferry.core.pool.eviction.native import candidate_functions
 from kvferry.core.pool.index import Numbers
 from kvferry.core.pool.native import QUEUE_COLUMNS, KeyHashes, queue_functions
@@ -118,11 +118,6 @@ class HazardPolicy:
         """See `EvictionPolicy`."""
         self._append(slots, self._now_s)
 
-    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
-        """See `EvictionPolicy`."""
-        for segment, part in self._by_class(slots):
-            segment.put_back(part, numbers)
-
     def queue_of(self, slot: int) -> RecencyQueue:
         """See `EvictionPolicy`."""
         return self._segments[int(self._class_of[slot])].queue_of(slot)
@@ -205,12 +200,6 @@ class HazardPolicy:
         values, value = known.values(self._order), self._order[of_victim, np.searchsorted(AGE_BOUNDS_S, age_s, "right")]
         are_before = (values > value) | (values == value) & (known.ages_s < age_s)
         return float(are_before.sum() * known.weight)
-
-    def _by_class(self, slots: Slots) -> Iterator[tuple[Segment, Slots]]:
-        """Yield the segments of these candidates, each with its part."""
-        classes = self._class_of[slots]
-        for number in np.unique(classes).tolist():
-            yield self._segments[number], slots[classes == number]
 
     def _values_of_oldest(self, queues: tuple[RecencyQueue, ...]) -> dict[int, tuple[float, float]]:
         """Return, for each class with candidates, the index of its oldest one and when that was used."""

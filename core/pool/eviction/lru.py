@@ -15,10 +15,6 @@ from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import RecencyQueue, SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
-VictimNumbers = NDArray[np.int64]
-_MAX_NUMBERED = 1000
-"""Candidates among which others are put back at most."""
-
 
 class Segment:
     """Candidates for eviction in the order of their use, in a queue for each priority class.
@@ -45,17 +41,6 @@ class Segment:
             return
         for queue, part in self._by_class(slots):
             queue.append(part)
-
-    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
-        """Add slots that are in no segment to those with a number at the least recent end, by number.
-
-        `numbers` has a number for each slot, 0 for those without one.
-        """
-        for queue, part in self._by_class(slots):
-            has_none = numbers[queue.peek_oldest(_MAX_NUMBERED)] == 0
-            num_numbered = int(has_none.argmax()) if has_none.any() else len(has_none)
-            first = np.concatenate((queue.take_oldest(num_numbered), part))
-            queue.prepend(first[np.argsort(numbers[first], kind="stable")])
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """Return the queue in which a slot is if it is in this segment."""
@@ -131,10 +116,6 @@ class LruPolicy:
         self._candidates.append(slots)
 
     admit = add
-
-    def put_back(self, slots: Slots, numbers: VictimNumbers) -> None:
-        """See `EvictionPolicy`."""
-        self._candidates.put_back(slots, numbers)
 
     def queue_of(self, slot: int) -> RecencyQueue:
         """See `EvictionPolicy`."""
