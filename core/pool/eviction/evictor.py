@@ -166,23 +166,19 @@ class Evictor:
 
     def touch(self, slots: Slots) -> None:
         """Count a use of candidates."""
-        self.num_reordered += 1
-        self._forget_ranks(slots)
-        on_device, others = self._split(slots)
-        if len(on_device):
-            self._on_device.touch(on_device)
-        self.policy.touch(others)
-        if self._tenants.is_limiting:
-            self._tenants.use(slots)
+        self._move_to_end(slots, self.policy.touch)
 
     def reorder(self, slots: Slots) -> None:
         """Move candidates to the MRU end in this order without counting a use."""
+        self._move_to_end(slots, self.policy.reorder)
+
+    def _move_to_end(self, slots: Slots, move: Callable[[Slots], None]) -> None:
         self.num_reordered += 1
         self._forget_ranks(slots)
         on_device, others = self._split(slots)
         if len(on_device):
             self._on_device.touch(on_device)
-        self.policy.reorder(others)
+        move(others)
         if self._tenants.is_limiting:
             self._tenants.use(slots)
 
