@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -68,8 +69,7 @@ class FlushBlocks(NamedTuple):
 
     def select(self, which: slice | NDArray[np.bool_] | NDArray[np.int64]) -> FlushBlocks:
         """Return some of the blocks."""
-        slots, generations, sizes, tokens, used_s = self
-        return FlushBlocks(slots[which], generations[which], sizes[which], tokens[which], used_s[which])
+        return FlushBlocks(*(column[which] for column in self))
 
 
 @dataclass(slots=True, eq=False)
@@ -179,13 +179,11 @@ class Flushes:
 
         Acquires the manager lock for each batch of slots.
         """
-        allowed: dict[RequestIdentity, bool] = {}
 
+        @cache
         def may_copy(origin: RequestIdentity) -> bool:
-            if origin not in allowed:
-                names = names_of(origin) if flush.match.matches_names(origin) else ()
-                allowed[origin] = names is None or flush.client.name in names
-            return allowed[origin]
+            names = names_of(origin) if flush.match.matches_names(origin) else ()
+            return names is None or flush.client.name in names
 
         table = self._manager.table
         parts = [self._read(start, flush, may_copy) for start in range(0, table.end_slot, table.batch_slots)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import merge
 
 import numpy as np
 from numpy.typing import NDArray
@@ -333,6 +334,18 @@ class PrefixLookup:
             found[group.index] = slots
             held.append(slots >= 0)
         return find_agreed_end(self._windowed, held, first_token, end_token, self._layout.alignment_tokens)
+
+
+def in_order(groups: Sequence[Group], by_group: Sequence[list[Key]], first_token: int, end_token: int) -> list[Key]:
+    """Return the keys of all groups' slots with an end in (first_token, end_token], by that end."""
+    parts = []
+    for group, of_group in zip(groups, by_group, strict=True):
+        size = group.slot_tokens
+        first, end = first_token // size, end_token // size
+        if len(groups) == 1:
+            return of_group[first:end]
+        parts.append([((i + 1) * size, key) for i, key in enumerate(of_group[first:end], first)])
+    return [key for _, key in merge(*parts)]
 
 
 def find_agreed_end(

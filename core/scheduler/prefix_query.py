@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import merge
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, make_keys
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler.lookup import find_agreed_end
+from kvferry.core.scheduler.lookup import find_agreed_end, in_order
 from kvferry.core.tiers.base import TierResult
 from kvferry.core.tiers.client import TierClient
 
@@ -215,11 +214,8 @@ def _keys_of(group: Group, block_hashes: Sequence[bytes]) -> list[Key]:
 
 def keys_in_order(layout: GroupLayout, block_hashes: Sequence[bytes]) -> list[Key]:
     """Return the keys of all groups' slots of a prompt with these block hashes, in the order of their ends."""
-    of_groups = [
-        [((i + 1) * group.slot_tokens, key) for i, key in enumerate(_keys_of(group, block_hashes))]
-        for group in layout.groups
-    ]
-    return [key for _, key in merge(*of_groups)]
+    num_tokens = len(block_hashes) * layout.hash_block_size
+    return in_order(layout.groups, [_keys_of(group, block_hashes) for group in layout.groups], 0, num_tokens)
 
 
 def _find_resident(device: DeviceView, keys: Sequence[Key], batch_keys: int) -> NDArray[np.bool_]:

@@ -42,7 +42,7 @@ from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable, OpenJob
 from kvferry.core.scheduler.lazy import Batches, LazyPlanner
 from kvferry.core.scheduler.loads import Hit, HitSource, Later, LoadPlanner, MatchResult, Miss
-from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
+from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys, in_order
 from kvferry.core.scheduler.prefills import Prefills, TenantUsage
 from kvferry.core.scheduler.prefix_query import PrefixQuery
 from kvferry.core.scheduler.promotions import Promotions
@@ -603,8 +603,8 @@ class OffloadScheduler:
             return
         # Only the engine thread adds keys.
         storable, computed = self._planner.storable_tokens(state), state.num_computed_tokens
-        keys = self._stores.in_order(state.keys, 0, storable)
-        rest = self._stores.in_order(state.keys, storable, computed)
+        groups, by_group = self.layout.groups, state.keys.by_group
+        keys, rest = in_order(groups, by_group, 0, storable), in_order(groups, by_group, storable, computed)
         self._run_batches(self.retention.begin(state, [*keys, *rest], len(keys), now_s))
 
     def _correct_progress(self, state: RequestState, num_computed_tokens: int) -> None:

@@ -39,10 +39,6 @@ class _Chain(NamedTuple):
     joined: bytes
     hash_bytes: int
 
-    @classmethod
-    def of(cls, block_hashes: Sequence[bytes]) -> _Chain:
-        return cls(b"".join(block_hashes), len(block_hashes[0]) if block_hashes else 1)
-
     def hashes(self, first: int = 0) -> list[bytes]:
         """Return the hashes from number `first` on."""
         step = self.hash_bytes
@@ -100,7 +96,7 @@ class SessionTable:
         if block_hashes is None:
             return
         self._forget_hashes(key)
-        chain = self._chains[key] = _Chain.of(block_hashes)
+        chain = self._chains[key] = _Chain(b"".join(block_hashes), len(block_hashes[0]) if block_hashes else 1)
         self._num_hash_bytes += len(chain.joined)
         while self._num_hash_bytes > self._max_hash_bytes:
             self._forget_hashes(next(iter(self._chains)))

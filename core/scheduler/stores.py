@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import merge
 from itertools import takewhile
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvferry.core.pool.index import Prefix, hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StoreCause, StorePart
-from kvferry.core.scheduler.lookup import RequestKeys
+from kvferry.core.scheduler.lookup import RequestKeys, in_order
 from kvferry.core.scheduler.prefills import TenantUsage
 from kvferry.core.scheduler.requests import RequestPhase, RequestState, StageKind, TraceStage
 from kvferry.core.stats import NotStored, StoreCounts
@@ -332,7 +331,7 @@ class StoreJobs:
     def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
         """Return the keys to reorder now; those of a long request are reordered by the next steps instead."""
         if sum(end_token // group.slot_tokens for group in self._layout.groups) <= _REORDER_SLOTS:
-            return self.in_order(keys, 0, end_token)
+            return in_order(self._layout.groups, keys.by_group, 0, end_token)
         waiting = next((one for one in self.reorderings if one.keys is keys), None)
         if waiting is None:
             self.reorderings.append(_Reordering(keys, end_token))
@@ -346,23 +345,12 @@ class StoreJobs:
         size = min(group.slot_tokens for group in self._layout.groups)
         step = max(_REORDER_SLOTS // len(self._layout) * size // alignment, 1)
         start = max(first.end_token - step * alignment, 0)
-        self._manager.reorder(self.in_order(first.keys, start, first.end_token))
+        self._manager.reorder(in_order(self._layout.groups, first.keys.by_group, start, first.end_token))
         first.end_token = start
         if not start:
             self.reorderings.popleft()
             if first.again_token:
                 self.reorderings.append(_Reordering(first.keys, first.again_token))
-
-    def in_order(self, keys: RequestKeys, first_token: int, end_token: int) -> list[Key]:
-        """Return the keys of all groups' slots with an end in (first_token, end_token], by that end."""
-        parts = []
-        for group, of_group in zip(self._layout.groups, keys.by_group, strict=True):
-            size = group.slot_tokens
-            first, end = first_token // size, end_token // size
-            if len(keys.by_group) == 1:
-                return of_group[first:end]
-            parts.append([((i + 1) * size, key) for i, key in enumerate(of_group[first:end], first)])
-        return [key for _, key in merge(*parts)]
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
