@@ -69,7 +69,8 @@ class FlushBlocks(NamedTuple):
 
     def select(self, which: slice | NDArray[np.bool_] | NDArray[np.int64]) -> FlushBlocks:
         """Return some of the blocks."""
-        return FlushBlocks(*(column[which] for column in self))
+        slots, generations, sizes, tokens, used_s = self
+        return FlushBlocks(slots[which], generations[which], sizes[which], tokens[which], used_s[which])
 
 
 @dataclass(slots=True, eq=False)
