@@ -36,6 +36,8 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
 """Most rounds of eviction for one store while the pool shrinks, in which victims in leaving slots make no space."""
+_LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
+"""The column `live` of `SlotRows` for up to a batch of ready slots, made once, since a new one takes 0.7 us."""
 
 
 class ChangeLock:
@@ -586,7 +588,7 @@ class OffloadManager:
         """
         table, count = self.table, len(slots)
         self._count_evicted(reason, count)
-        rows = table.rows(slots, np.ones(count, dtype=np.bool_))
+        rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         if reason is EvictionReason.CAPACITY:
             self.observe_victims(slots)
         self.index.remove(slots)
