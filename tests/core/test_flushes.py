@@ -186,8 +186,6 @@ def test_block_that_todays_rules_exclude_is_left_out() -> None:
 def recovered_engine(num_blocks: int) -> ToyEngine:
     """An engine with the blocks of an earlier process, which are not verified."""
     engine = engine_of()
-    # The blocks below were computed by another process.
-    engine.ledger.causes.is_sure = False
     serve(engine, request("known", num_blocks))
     forget(engine)
     group, slots = engine.groups[0], np.arange(num_blocks)

@@ -745,8 +745,6 @@ def test_recovered_blocks_cascade_after_verification_only() -> None:
     tier = engine.tiers["disk"]
     tier.level = Level.REQUEST
     first = request("first", 3, kv_transfer_params={"load": False})
-    # The blocks below were computed by another process.
-    engine.ledger.causes.is_sure = False
     engine.add(first)
     for slot, key in enumerate(keys(3)):
         engine.copies.host[0][slot] = engine.truth.of(key)

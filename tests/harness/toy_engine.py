@@ -171,7 +171,6 @@ class ToyEngine(ToySchedule):
         for job in plan.stores_ahead:
             self.copies.submit_ahead(job, self.living_ranks())
         self.device.overwrite()
-        self.ledger.told_progress(chunks)
         self.flight.append((chunks, plan))
         self.planned = []
         self.submit(plan, stores=False)

@@ -24,7 +24,6 @@ from kvferry.core.scheduler.tier_loads import LookupPhase
 from kvferry.core.stats import PromptTokens, StoreCounts
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
-from tests.harness.toy_causes import CauseOracle
 from tests.harness.toy_compute import Chunk, first_needed
 from tests.harness.toy_oracle import (
     PolicyOracle,
@@ -104,7 +103,6 @@ class Ledger:
         self.tenants: tuple[dict[str | None, int | None], Counter[str | None], int] = ({}, Counter(), 0)
         """Limits and slots of the tenants at the latest check, and the number of blocks that came besides stores."""
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
-        self.causes = CauseOracle(engine)
         kinds = {group.spec.kind for group in self._groups}
         self._one_full = [group.spec.kind for group in self._groups] == [GroupKind.FULL]
         self._has_full = GroupKind.FULL in kinds
@@ -152,7 +150,6 @@ class Ledger:
         record.granted = [
             min(each, num_kept // group.slot_tokens) for each, group in zip(record.granted, self._groups, strict=True)
         ]
-        self.causes.forget(request)
         self.learn(request)
 
     def finishing(self, request: ToyRequest) -> None:
@@ -174,8 +171,6 @@ class Ledger:
                 # With the drafts that were accepted since, and without those that were not.
                 record.told = request.num_computed
             self._note_full(record, record.told)
-            self.causes.computed(request, record.told)
-        self.causes.check(request, is_over=True)
         self._retire(record)
         if record.failed or record.is_session or self.was_lazy:
             return
@@ -234,7 +229,6 @@ class Ledger:
     def forgetting(self, request: ToyRequest) -> None:
         """An id is about to come again while its request is there."""
         self._events["an id came again while its request was there"] += 1
-        self.causes.is_sure = False
         self._retire(self.live[request.request_id])
 
     def _retire(self, record: Record) -> None:
@@ -268,7 +262,6 @@ class Ledger:
             self._events["preempted with its stores in flight"] += 1
         if self._engine.under_way(request):
             self._events["preempted with a step under way"] += 1
-        self.causes.preempted(request, record.state)
         record.was_preempted = True
         record.told = record.waits_until_s = None
         if len(self._groups) == 1:
@@ -280,7 +273,6 @@ class Ledger:
     def matched(self, request: ToyRequest, prefix: int, answer: MatchResult) -> None:
         """Hold an answer against the pool as it is."""
         record, engine = self.live[request.request_id], self._engine
-        self.causes.matched(request, record.state)
         if isinstance(answer, Later):
             self._check_leader(record, prefix)
             return
@@ -389,7 +381,6 @@ class Ledger:
         """A request got its blocks."""
         record = self.live[request.request_id]
         record.was_admitted = True
-        self.causes.committed(request, record.state)
         record.waits_until_s = None
         record.told = None if request.num_loading else request.num_computed
         self._events["resumed after preemption"] += record.was_preempted
@@ -416,11 +407,6 @@ class Ledger:
         record.told = chunk.end
         self._note_full(record, chunk.end)
 
-    def told_progress(self, chunks: Sequence[Chunk]) -> None:
-        """Core was told of a step's chunks."""
-        for chunk in chunks:
-            self.causes.computed(chunk.request, chunk.end)
-
     def _note_full(self, record: Record, num_tokens: int) -> None:
         request = record.request
         num_tokens = min(num_tokens, request.num_hashed)
@@ -430,7 +416,6 @@ class Ledger:
     def step_failed(self, requests: Sequence[ToyRequest]) -> None:
         """What these hold was not computed."""
         self._events["a step failed"] += 1
-        self.causes.is_sure = False
         for request in requests:
             self.live[request.request_id].failed = True
 
