@@ -58,6 +58,7 @@ def test_blocks_are_found_after_a_restart_by_the_same_model_only(bench: StoreBen
     other = bench.open(fingerprint={"model": "other"})
     assert other.find(keys) == [False] * 6
     assert other.load(keys) == [False] * 6
+    other.store(keys[:2])
     again = bench.open()
     assert again.find(keys) == [True] * 6
     assert again.load(keys) == [True] * 6

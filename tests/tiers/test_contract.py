@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -266,11 +265,3 @@ def test_any_order_of_calls_matches_the_model_tier(
         assert rig.counts().blocks == obvious.counts().blocks
     finally:
         rig.close()
-
-
-def test_slots_of_the_rig_detect_a_wrong_byte() -> None:
-    rig = reference_rig()
-    rig.slots.fill(0, key_of(1))
-    assert rig.slots.holds(0, key_of(1))
-    rig.slots.parts[0][0, length_of(key_of(1)) - 1] ^= np.uint8(1)
-    assert not rig.slots.holds(0, key_of(1))

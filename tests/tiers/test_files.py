@@ -32,22 +32,6 @@ def file_of(path: Path, number: int) -> Path:
     return found
 
 
-@pytest.mark.parametrize("changed", [{"model": "other"}, {"dtype": "float16"}, {"block_size": 32}, {"hash_seed": "1"}])
-def test_another_fingerprint_finds_nothing_and_spoils_nothing(
-    reopen: Reopen, rig: Rig, path: Path, changed: dict[str, object]
-) -> None:
-    """LMCache#4492, vllm#49261, vllm#42125."""
-    keys = keys_of(range(4))
-    rig.store(keys)
-    fingerprint = {"model": "tiny", "dtype": "float32", "block_size": 16} | changed
-    other = reopen(fingerprint=fingerprint)
-    assert other.find(keys) == [False] * 4
-    assert other.load(keys) == [False] * 4
-    other.store(keys[:2])
-    again = reopen()
-    assert again.load(keys) == [True] * 4
-
-
 def test_blocks_of_another_model_count_and_are_evicted_first(reopen: Reopen, rig: Rig, path: Path) -> None:
     numbers = [number for number in range(200) if length_of(key_of(number)) > 400_000][:4]
     rig.store(keys_of(numbers))
@@ -60,52 +44,6 @@ def test_blocks_of_another_model_count_and_are_evicted_first(reopen: Reopen, rig
     assert other.counts().evicted >= 2
     again = reopen(max_bytes=limit)
     assert again.find(keys_of(numbers)).count(True) == 2
-
-
-SPOILED: dict[str, Callable[[bytes], bytes]] = {
-    "overwritten": lambda data: data[: len(data) // 2] + b"\x5a" * 4096 + data[len(data) // 2 + 4096 :],
-    "cut": lambda data: data[:-1],
-    "empty": lambda data: b"",
-    "longer": lambda data: data + b"\0",
-    # What a power cut leaves of a file that was never flushed: its length, and nothing in it.
-    "zeros": lambda data: bytes(len(data)),
-    "other checksum": lambda data: data[:24] + bytes([data[24] ^ 1]) + data[25:],
-    "other origin": lambda data: data[:-3] + b"#" + data[-2:],
-}
-
-
-@pytest.mark.parametrize("kind", [*SPOILED, "pipe"])
-def test_changed_files_are_detected_before_they_are_served(path: Path, kind: str, rig: Rig) -> None:
-    """LMCache 0.5.6: overwritten bytes in a disk block came back as a hit."""
-    numbers = [number for number in range(200) if length_of(key_of(number)) > 8192][:3]
-    rig.store(keys_of(numbers))
-    bad = file_of(path, numbers[1])
-    if kind == "pipe":
-        bad.unlink()
-        os.mkfifo(bad)
-    else:
-        bad.write_bytes(SPOILED[kind](bad.read_bytes()))
-    assert rig.load(keys_of(numbers)) == [True, False, True]
-    counts = rig.counts()
-    assert (counts.corrupt, counts.loaded) == (1, 2)
-    assert rig.find(keys_of(numbers)) == [True, False, True]
-    wait_until(lambda: not os.path.lexists(bad), "the bad file deleted", WAIT_S)
-    wait_until(lambda: rig.counts().blocks == 2, "the bad block not counted", WAIT_S)
-    wait_until(lambda: rig.store(keys_of(numbers)) == [True] * 3, "stored again", WAIT_S)
-    assert rig.load(keys_of(numbers)) == [True] * 3
-    assert not rig.health()
-
-
-def test_a_file_under_anothers_name_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
-    rig.store(keys_of([3]))
-    other = key_of(3, group=1)
-    file = file_of(path, 3)
-    shutil.copy(file, file.with_name(other.hex()))
-    again = reopen()
-    assert again.find([other]) == [True], "found in the folder"
-    result = again.wait(again.submit_load([other]))
-    assert not result.ok.any()
-    assert again.counts().corrupt == 1
 
 
 def test_a_file_of_another_models_folder_is_not_its_block(reopen: Reopen, path: Path, rig: Rig) -> None:
@@ -165,16 +103,6 @@ def test_a_lower_limit_holds_from_the_next_start(reopen: Reopen, path: Path, rig
     assert len(files_of(path)) == again.counts().blocks
     found = again.find(keys)
     assert again.load(keys) == found
-
-
-def test_orphaned_temporary_files_are_swept_at_start(reopen: Reopen, path: Path, rig: Rig) -> None:
-    """vllm#52784: a disk tier without a limit filled the disk."""
-    rig.store(keys_of([1]))
-    for number in range(5):
-        (path / "tmp" / f"dead-{number}").write_bytes(b"half a block")
-    again = reopen()
-    assert list((path / "tmp").iterdir()) == []
-    assert again.load(keys_of([1])) == [True]
 
 
 def test_files_of_others_in_the_folder_are_left_alone(reopen: Reopen, path: Path, rig: Rig) -> None:
@@ -308,13 +236,6 @@ def test_empty_folder_and_new_mount_are_used(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     file_rig(tmp_path).close()
     file_rig(tmp_path).close()
-
-
-def test_names_are_spread_over_folders(path: Path, rig: Rig) -> None:
-    rig.store(keys_of(range(8)))
-    for file in files_of(path):
-        assert file.parent.name == file.name[:3]
-        assert file.parent.parent.parent.parent == path / "blocks"
 
 
 def test_a_limit_below_one_block_refuses_to_start(path: Path) -> None:

@@ -68,34 +68,6 @@ def test_server_that_lost_its_epoch_serves_no_earlier_block(
     assert caplog.text.count("starts empty: the server has no epoch of its namespace") == 1
 
 
-@pytest.mark.parametrize("becomes", ["flushed", "empty", "older"])
-def test_reset_holds_after_the_server_lost_it(tmp_path: Path, becomes: str) -> None:
-    keys = keys_of(range(4))
-    with (
-        redis_server(tmp_path) as server,
-        # Nothing hangs here: no call has to end by a time limit, which a busy machine exceeds.
-        closing(redis_rig(server, prefix="lost")) as rig,
-        closing(redis_rig(server, prefix="lost")) as other,
-    ):
-        assert rig.serves(keys)
-        assert other.load(keys) == [True] * 4
-        if becomes == "older":
-            server.client.save()
-        rig.reset()
-        if becomes == "flushed":
-            server.client.flushall()
-        else:
-            server.kill()
-            server.start()
-        wait_until(lambda: rig.store(keys_of([9])) == [True], "it stores again", WAIT_S)
-        for one in (rig, other):
-            one.wait_healthy()
-            assert one.find(keys) == one.load(keys) == [False] * 4
-        assert other.serves(keys)
-        assert rig.load(keys) == [True] * 4
-        assert rig.counts().corrupt == other.counts().corrupt == 0
-
-
 # --- values ---------------------------------------------------------------------------------------------------------
 
 

@@ -431,32 +431,3 @@ def test_engine_that_evicts_when_killed_costs_no_block_and_another_goes_on(engin
         assert bytes_of(path) <= max_bytes
     assert rig.counts().evicted > 0
     assert rig.counts().corrupt == 0
-
-
-def fill(path: Path) -> None:
-    """Append to a file until the disk is full."""
-    with suppress(OSError), path.open("ab", buffering=0) as file:
-        while file.write(bytes(4096)) == 4096:
-            continue
-
-
-def test_full_disk_stops_stores_serves_blocks_and_accepts_a_reset(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", 12 << 20) as mount:
-        path = mount / "tier"
-        rig = file_rig(path, shared=True)
-        keys = keys_of(LARGE[:8])
-        assert rig.store(keys) == [True] * 8
-        fill(mount / "other")
-        # The oldest blocks make room for a new one.
-        wait_until(lambda: rig.store(keys_of(LARGE[8:9])) == [True], "room", WAIT_S)
-        left = rig.find(keys)
-        assert left.count(False) >= 1
-        wait_until(lambda: rig.find(keys) == rig.load(keys), "what is found is loaded", WAIT_S)
-        fill(mount / "other")
-        rig.reset()
-        assert rig.find(keys_of(LARGE[:9])) == [False] * 9
-        (mount / "other").unlink()
-        rig.wait_healthy()
-        assert rig.store(keys) == [True] * 8
-        assert rig.load(keys) == [True] * 8
-        rig.close()

@@ -14,7 +14,7 @@ from kvferry.core.keys import MAX_ALIASES, MAX_NAME_CHARS, RequestFilter, Reques
 from tests.harness.server_process import paused
 from tests.harness.sharing import OWN_SERVERS, SHARING, Sharing, forged, sharing_of
 from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig
-from tests.harness.tier_slots import LARGE, OTHER, changed, keys_of
+from tests.harness.tier_slots import LARGE, OTHER, changed, key_of, keys_of
 from tests.harness.waiting import wait_until
 
 FORGED = [
@@ -206,7 +206,8 @@ def settled_names(sharing: Sharing) -> list[Any]:
 @each_kind("object", "mooncake")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_block_is_a_miss_is_counted_and_removed(sharing: Sharing, damage: str) -> None:
-    keys = keys_of([3, 4])
+    # Of one length, since the length is checked too.
+    keys = [key_of(3), key_of(3, group=1)]
     rig = sharing()
     rig.store(keys)
     good, bad = settled_names(sharing)

@@ -117,16 +117,6 @@ def test_job_when_canceled_does_not_wait_for_copies_of_others(rig: Rig, store: D
     assert other not in rig.results
 
 
-def test_block_dropped_while_its_store_waits_is_not_kept(rig: Rig, store: DictionaryStore) -> None:
-    settled(rig, store)
-    hang(rig, store)
-    waiting = rig.submit_store(keys_of(range(10, 14)))
-    rig.drop(keys_of([11, 12]))
-    store.gate.set()
-    assert rig.wait(waiting).ok.tolist() == [True, False, False, True]
-    assert rig.find(keys_of(range(10, 14))) == [True, False, False, True]
-
-
 def test_drop_when_its_removal_fails_is_repeated_until_it_succeeds(rig: Rig, store: DictionaryStore) -> None:
     keys = keys_of(range(3))
     assert rig.store(keys) == [True] * 3
@@ -503,9 +493,3 @@ def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: Dicti
     rig.find(keys_of([1]))
     rig.load(keys_of([1]))
     wait_until(lambda: rig.told == 2, "told twice", WAIT_S)
-
-
-def test_housekeeping_runs_while_idle(rig: Rig, store: DictionaryStore) -> None:
-    assert store.maintained.wait(WAIT_S)
-    store.maintained.clear()
-    assert store.maintained.wait(WAIT_S)

@@ -115,15 +115,6 @@ def test_store_is_used_again_after_a_successful_probe(
     assert caplog.records[-1].getMessage() == "tier bench: its store answers again"
 
 
-def test_messages_of_exceptions_are_shown_nowhere(
-    open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = open_rig()
-    break_down(rig, store, ConnectionError("redis://:hunter2@db refused"))
-    assert rig.health() == ["unexpected ConnectionError; no block is kept or found"]
-    assert "hunter2" not in caplog.text
-
-
 def test_tier_when_its_store_is_down_starts_and_serves_later(
     open_rig: Callable[..., Rig], store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
