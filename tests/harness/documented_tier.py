@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvferry.core.keys import Key
-from tests.harness.tier_rig import Rig, rig_of
+from tests.harness.tier_rig import Rig, StoreBench, rig_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "acme_tiers.py"
 
@@ -24,20 +24,14 @@ def documented_rig(path: Path, fingerprint: dict[str, object] | None = None, **s
     return rig_of(module.AcmeTier, entry, fingerprint)
 
 
-class DocumentedBench:
+class DocumentedBench(StoreBench):
     """The documented tier as a `StoreBench`: another connection locks the database, or spoils a row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rig: Rig | None = None
 
-    def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
-        self.close()
-        self._rig = documented_rig(self._path, fingerprint, **settings)
-        return self._rig
-
-    def hung(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("a locked database refuses calls before long")
+    def make_rig(self, fingerprint: dict[str, object] | None, **settings: Any) -> Rig:
+        return documented_rig(self._path, fingerprint, **settings)
 
     @contextmanager
     def down(self) -> Iterator[None]:
@@ -54,17 +48,7 @@ class DocumentedBench:
             (name, value), *_ = database.execute("SELECT name, value FROM blocks WHERE substr(name, 9) = ?", [key])
             database.execute("UPDATE blocks SET value = ? WHERE name = ?", [value[:-1] + b"#", name])
 
-    def close(self) -> None:
-        if self._rig is not None:
-            self._rig.close()
-
     @contextmanager
     def _other(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path / "blocks.db", timeout=30)) as database, database:
             yield database
-
-
-@contextmanager
-def documented_bench(path: Path, *, hangs: bool) -> Iterator[DocumentedBench]:
-    with closing(DocumentedBench(path)) as bench:
-        yield bench

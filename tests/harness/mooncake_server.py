@@ -8,7 +8,7 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvferry.app.tiers.mooncake.store import missing_packages
 from kvferry.core.keys import Key
 from tests.harness.debian import skip_without
 from tests.harness.server_process import ServerProcess, free_port, paused
-from tests.harness.tier_rig import SHORT, Rig, rig_of
+from tests.harness.tier_rig import SHORT, Rig, StoreBench, rig_of
 from tests.harness.tier_slots import changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -192,21 +192,15 @@ def mooncake_rig(
     return rig
 
 
-class MooncakeBench:
+class MooncakeBench(StoreBench):
     """The Mooncake tier as a `StoreBench`: the master does not answer while it is down."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self) -> None:
         self._master, self._objects = shared_store()
-        self._prefix = prefix
-        self._rig: Rig | None = None
+        self._prefix = f"bench-{uuid.uuid4().hex}"
 
-    def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
-        self.close()
-        self._rig = mooncake_rig(self._master, fingerprint, prefix=self._prefix, **SHORT | settings)
-        return self._rig
-
-    def hung(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("a call ends within its own time limit")
+    def make_rig(self, fingerprint: dict[str, object] | None, **settings: Any) -> Rig:
+        return mooncake_rig(self._master, fingerprint, prefix=self._prefix, **SHORT | settings)
 
     def down(self) -> AbstractContextManager[None]:
         return paused(self._master)
@@ -214,13 +208,3 @@ class MooncakeBench:
     def spoil(self, key: Key) -> None:
         (name,) = [name for name in self._master.names(key.hex()) if name.startswith(self._prefix)]
         self._objects.replace(name, changed(self._objects.get(name)))
-
-    def close(self) -> None:
-        if self._rig is not None:
-            self._rig.close()
-
-
-@contextmanager
-def mooncake_bench(path: Path, *, hangs: bool) -> Iterator[MooncakeBench]:
-    with closing(MooncakeBench(f"bench-{uuid.uuid4().hex}")) as bench:
-        yield bench

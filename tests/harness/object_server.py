@@ -9,7 +9,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +22,7 @@ import pytest
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
 from tests.harness.server_process import ServerProcess, free_port
-from tests.harness.tier_rig import Rig, rig_of
+from tests.harness.tier_rig import Rig, StoreBench, rig_of
 from tests.harness.tier_slots import changed
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -285,22 +285,16 @@ def free_address() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
-class ObjectBench:
+class ObjectBench(StoreBench):
     """The object tier as a `StoreBench`: the proxy breaks connections, or holds them up."""
 
-    def __init__(self, proxy: Proxy, server: ObjectServer, prefix: str) -> None:
+    def __init__(self, proxy: Proxy, server: ObjectServer) -> None:
         self._proxy = proxy
         self._server = server
-        self._prefix = prefix
-        self._rig: Rig | None = None
+        self._prefix = f"bench-{uuid.uuid4().hex}"
 
-    def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
-        self.close()
-        self._rig = object_rig(self._proxy.url, self._prefix, fingerprint, **settings)
-        return self._rig
-
-    def hung(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("a call ends within the time limit of its job")
+    def make_rig(self, fingerprint: dict[str, object] | None, **settings: Any) -> Rig:
+        return object_rig(self._proxy.url, self._prefix, fingerprint, **settings)
 
     @contextmanager
     def down(self) -> Iterator[None]:
@@ -311,17 +305,9 @@ class ObjectBench:
         (name,) = [name for name in self._server.names(self._prefix) if name.endswith(f"/{key.hex()}")]
         self._server.write(name, changed(self._server.read(name)))
 
-    def close(self) -> None:
-        if self._rig is not None:
-            self._rig.close()
-
 
 @contextmanager
-def object_bench(path: Path, *, hangs: bool) -> Iterator[ObjectBench]:
+def object_bench(path: Path) -> Iterator[ObjectBench]:
     server = shared_object_server()
-    with object_proxy(server) as proxy:
-        bench = ObjectBench(proxy, server, f"bench-{uuid.uuid4().hex}")
-        try:
-            yield bench
-        finally:
-            bench.close()
+    with object_proxy(server) as proxy, closing(ObjectBench(proxy, server)) as bench:
+        yield bench

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +21,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.core.keys import Key
 from tests.harness.debian import installed
 from tests.harness.server_process import ServerProcess, free_port
-from tests.harness.tier_rig import Rig, rig_of
+from tests.harness.tier_rig import Rig, StoreBench, rig_of
 from tests.harness.tier_slots import changed
 from tests.harness.waiting import wait_until
 
@@ -94,20 +94,14 @@ def redis_rig(
     return rig_of(RedisTier, entry, fingerprint, num_slots)
 
 
-class RedisBench:
+class RedisBench(StoreBench):
     """The Redis tier as a `StoreBench`, on a server that is killed, and keeps its blocks on disk."""
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
-        self._rig: Rig | None = None
 
-    def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
-        self.close()
-        self._rig = redis_rig(self._server, fingerprint, **{"prefix": "bench", **settings})
-        return self._rig
-
-    def hung(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("a call ends within the time limit of its job")
+    def make_rig(self, fingerprint: dict[str, object] | None, **settings: Any) -> Rig:
+        return redis_rig(self._server, fingerprint, **{"prefix": "bench", **settings})
 
     @contextmanager
     def down(self) -> Iterator[None]:
@@ -122,21 +116,12 @@ class RedisBench:
             (name,) = client.scan_iter(f"bench:*:b:*:{key.hex()}", count=10_000)
             client.set(name, changed(client.get(name)))
 
-    def close(self) -> None:
-        if self._rig is not None:
-            self._rig.close()
-
 
 @contextmanager
-def redis_bench(path: Path, *, hangs: bool) -> Iterator[RedisBench]:
-    folder = path / "redis"
-    folder.mkdir()
-    with redis_server(folder, "--appendonly", "yes", "--appendfsync", "always") as server:
-        bench = RedisBench(server)
-        try:
-            yield bench
-        finally:
-            bench.close()
+def redis_bench(path: Path) -> Iterator[RedisBench]:
+    options = ["--appendonly", "yes", "--appendfsync", "always"]
+    with redis_server(path, *options) as server, closing(RedisBench(server)) as bench:
+        yield bench
 
 
 @contextmanager

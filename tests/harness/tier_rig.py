@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,6 +184,39 @@ class Rig:
 
     def close(self) -> None:
         self.tier.close(WAIT_S)
+
+
+class StoreBench(ABC):
+    """A store, and the tiers of it that a test opens one after the other, as processes do."""
+
+    _rig: Rig | None = None
+
+    def open(self, fingerprint: dict[str, object] | None = None, **settings: Any) -> Rig:
+        """Close the tier that is open, if any, and open one with these settings."""
+        self.close()
+        self._rig = self.make_rig(fingerprint, **settings)
+        return self._rig
+
+    def close(self) -> None:
+        """Close the open tier."""
+        if self._rig is not None:
+            self._rig.close()
+
+    @abstractmethod
+    def make_rig(self, fingerprint: dict[str, object] | None, **settings: Any) -> Rig:
+        """Open a tier."""
+
+    def hung(self) -> AbstractContextManager[None]:
+        """Calls that store blocks hang meanwhile."""
+        raise NotImplementedError("a call of this store ends within a time limit")
+
+    @abstractmethod
+    def down(self) -> AbstractContextManager[None]:
+        """Every call fails meanwhile. The blocks are back afterwards."""
+
+    @abstractmethod
+    def spoil(self, key: Key) -> None:
+        """Change a byte of a stored block."""
 
 
 def reference_rig(num_slots: int = 16) -> Rig:

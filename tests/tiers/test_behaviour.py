@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvferry.core.keys import RequestFilter
-from tests.harness.store_benches import EXPIRING_BENCHES, LONG_BENCHES, STORE_BENCHES, StoreBench
-from tests.harness.tier_rig import WAIT_S, Rig
+from tests.harness.mounts import disk
+from tests.harness.store_benches import SERVER_BENCHES, STORE_BENCHES
+from tests.harness.tier_rig import WAIT_S, Rig, StoreBench
 from tests.harness.tier_slots import LARGE, key_of, keys_of
 from tests.harness.waiting import wait_until
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.long if name in LONG_BENCHES else ()) for name in STORE_BENCHES]
+    params=[pytest.param(name, marks=pytest.mark.long if name in SERVER_BENCHES else ()) for name in STORE_BENCHES]
 )
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
-    with STORE_BENCHES[request.param](tmp_path, hangs=False) as made:
+    with STORE_BENCHES[request.param](tmp_path) as made:
         yield made
 
 
-@pytest.fixture(params=[name for name in STORE_BENCHES if name not in EXPIRING_BENCHES])
+@pytest.fixture(params=[name for name in STORE_BENCHES if name not in SERVER_BENCHES])
 def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     """A store with a limit in bytes."""
-    with STORE_BENCHES[request.param](tmp_path, hangs=False) as made:
+    with STORE_BENCHES[request.param](tmp_path) as made:
         yield made
 
 
 @pytest.fixture(params=["dictionary", "files", "shared files"])
 def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
-    """A store that can hang."""
-    with STORE_BENCHES[request.param](tmp_path, hangs=True) as made:
-        yield made
+    """A store that can hang: skipped where that takes a disk which a test may not make."""
+    with ExitStack() as stack:
+        path = tmp_path if request.param == "dictionary" else stack.enter_context(disk(tmp_path / "disk"))
+        yield stack.enter_context(STORE_BENCHES[request.param](path))
 
 
-def submit_hanging(rig: Rig, first: int = 10, count: int = 4) -> int:
+def submit_hanging(rig: Rig) -> int:
     """Submit a store of blocks to a store that hangs, from slot 8 on, and wait until it has hung for too long."""
-    number = rig.submit_store(keys_of(range(first, first + count)), first_slot=8)
+    number = rig.submit_store(keys_of(range(10, 14)), first_slot=8)
     wait_until(lambda: any("threads have waited" in reason for reason in rig.health()), "a hung thread", WAIT_S)
     return number
 
