@@ -6,7 +6,6 @@ import http.client
 import json
 import logging
 import ssl
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from kvferry.app.settings.tiers import read_tiers
 from kvferry.app.tiers.block_store import TierRefused
 from kvferry.app.tiers.object import ObjectTier
 from kvferry.core.keys import Key
-from tests.harness.debian import installed
+from tests.harness.certificates import make_certificate
 from tests.harness.object_server import (
     BUCKET,
     SECRET,
@@ -461,15 +460,7 @@ def test_credentials_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.long
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
-    openssl = installed("openssl", "openssl")
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
-         "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(cert)],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
+    key, cert = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     with object_proxy(shared_object_server(), context) as proxy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,7 +17,7 @@ from kvferry.app.tiers.redis import RedisTier
 from kvferry.app.tiers.redis.connection import Pieces, _accept_pieces
 from kvferry.app.tiers.redis.store import RedisStore
 from kvferry.core.keys import RequestFilter
-from tests.harness.debian import installed
+from tests.harness.certificates import make_certificate
 from tests.harness.redis_server import (
     RedisServer,
     redis_cluster,
@@ -272,15 +271,7 @@ def test_server_that_refuses_writes_is_reported_and_used_again(tmp_path: Path) -
 
 
 def test_tls_verifies_the_server(tmp_path: Path) -> None:
-    openssl = installed("openssl", "openssl")
-    names = ["key.pem", "cert.pem"]
-    key, cert = (tmp_path / name for name in names)
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=redis", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
+    key, cert = make_certificate(tmp_path)
     tls = ["--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(cert)]
     port = free_port()
     with redis_server(tmp_path, "--tls-port", str(port), *tls, "--tls-auth-clients", "optional") as server:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.harness.certificates import make_certificate
 from tests.harness.redis_server import RedisServer, is_cluster_up, redis_cluster, redis_rig, redis_server
 from tests.harness.server_process import free_port
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
@@ -127,9 +128,8 @@ def test_certificate_that_expires_ends_service_until_it_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    key, good, expired = (tmp_path / name for name in ("key.pem", "good.pem", "expired.pem"))
-    make_certificate(key, good, days=2)
-    make_certificate(key, expired, days=-1)
+    key, good = make_certificate(tmp_path)
+    _, expired = make_certificate(tmp_path, "expired", days=-1)
     password = tmp_path / "password"
     password.write_text("secret-word")
     port = free_port()
@@ -152,17 +152,3 @@ def test_certificate_that_expires_ends_service_until_it_is_replaced(
         assert all(rig.load(KEYS))
     assert "not used until a probe succeeds: TLS with the server failed" in caplog.text
     assert not any(word in caplog.text for word in ("secret-word", str(port), str(tmp_path), "Traceback"))
-
-
-def make_certificate(key: Path, certificate: Path, days: int) -> None:
-    """Write a certificate that its own key has signed, and the key if there is none."""
-    if not key.exists():
-        words = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
-        subprocess.run(words, check=True, capture_output=True)
-    request, names = certificate.with_suffix(".csr"), certificate.with_suffix(".ext")
-    names.write_text("subjectAltName=IP:127.0.0.1\n")
-    asking = ["openssl", "req", "-new", "-key", str(key), "-subj", "/CN=redis", "-out", str(request)]
-    signing = ["openssl", "x509", "-req", "-in", str(request), "-signkey", str(key), "-days", str(days)]
-    signing += ["-extfile", str(names), "-out", str(certificate)]
-    for words in (asking, signing):
-        subprocess.run(words, check=True, capture_output=True)
