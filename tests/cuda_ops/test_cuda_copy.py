@@ -451,6 +451,7 @@ def test_pool_with_an_unregistered_extent_is_copied_one_by_one(
     assert not pool.is_page_locked
     assert cuda.registered == {}
     assert caplog.text.count("the host pool is not page-locked") == 1
+    assert re.search(r"extent 3 of 4, 16,384 bytes, failed: .* RLIMIT_MEMLOCK is (\d|unlimited)", caplog.text)
     assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)" in caplog.text
     rig = make_rig("batches", pool, np.full((4, 4096), 3, dtype=np.uint8), cuda, mover=None)
     rig.results_of(store(1, 0))

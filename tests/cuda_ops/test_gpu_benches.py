@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import gpu as bench_gpu
-from bench.parts import DeviceLost, Parts
+from bench.parts import Parts
 from kvferry.core.transfers import Direction
 from tests.harness.commands import run_module
 
@@ -73,34 +73,6 @@ def column(address: int, count: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
 
-def test_failed_part_is_isolated_and_a_lost_device_ends_the_rest(tmp_path: Path) -> None:
-    known: dict[str, object] = {}
-    parts = Parts(lambda: known, tmp_path / "found.json", 100.0)
-
-    def fail(error: Exception) -> None:
-        raise error
-
-    parts.run("one", lambda: fail(ValueError("no")))
-    parts.run("two", lambda: known.update(two=2))
-    assert json.loads((tmp_path / "found.json").read_text()) == {
-        "two": 2,
-        "failed": {"one": "ValueError: no"},
-        "left_out": [],
-    }
-    parts.run("three", lambda: fail(DeviceLost("gone")))
-    parts.run("four", lambda: known.update(four=4))
-    assert parts.conclude() == 1
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["two"], found["left_out"], set(found["failed"])) == (2, ["four"], {"one", "three"})
-
-
-def test_parts_beyond_the_budget_are_listed(tmp_path: Path) -> None:
-    said, found = report("bench.gpu", tmp_path, "--budget-s", "0")
-    assert len(found["left_out"]) == 4 + 2 + 2 * 2
-    assert "no time" in said
-    assert found["cells"] == []
-
-
 def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path: Path) -> None:
     said, found = report("bench.gpu_e2e", tmp_path)
     assert (found["failed"], found["left_out"]) == ({}, [])
@@ -111,10 +83,3 @@ def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path:
         assert min(*one["cold_s"], *one["device_s"], *one["host_s"]) > 0
     assert found["throughput"]["same"] == found["throughput"]["conversations"] == 4
     assert "same answers in 4" in said
-
-
-def test_engine_that_does_not_start_is_listed_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_BLOCK_SIZE", "0")
-    _, found = report("bench.gpu_e2e", tmp_path, code=1)
-    assert (list(found["failed"]), found["first_tokens"]) == (["engine"], [])
-    assert "block_size" in found["failed"]["engine"].lower()

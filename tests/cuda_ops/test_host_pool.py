@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +22,7 @@ from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation, prepare
 from tests.harness.commands import run_script, running_script
-from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from tests.harness.fake_cuda import FakeCuda
 from tests.harness.resident import resident_bytes
 from tests.harness.waiting import DEADLINE_S
 
@@ -208,19 +206,6 @@ def test_shared_memory_of_another_user_is_refused(shared_path: Path) -> None:
         SharedFile(shared_path)
 
 
-def test_unlinked_mapping_stays_shared(shared_path: Path) -> None:
-    backing = SharedFile(shared_path)
-    first = HostPool(4, 4096, backing=backing)
-    second = HostPool(4, 4096, backing=SharedFile(shared_path))
-    backing.unlink()
-    backing.unlink()
-    assert not shared_path.exists()
-    first.slot(2)[:] = 9
-    assert second.slot(2).min() == 9
-    first.close()
-    assert second.slot(2).min() == 9
-
-
 def test_extents_are_shared_and_removed_by_the_last_process(shared_path: Path) -> None:
     first = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
     second = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
@@ -257,23 +242,6 @@ def test_pinned_pool_is_registered_by_extent_with_progress() -> None:
     pool.close()
     registrar.close()
     assert (cuda.registered, cuda.retained) == ({}, 0)
-
-
-def test_failed_registration_is_rolled_back_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """vllm#51080: a pool of 512 GiB could not be registered in one call."""
-    cuda = FakeCuda()
-    cuda.fail("cuMemHostRegister", OUT_OF_MEMORY, after=2)
-    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
-    with caplog.at_level(logging.WARNING):
-        pool = HostPool(16, PAGE, 4 * PAGE, preparation=Preparation(registrar=registrar, num_threads=1))
-    assert not pool.is_page_locked
-    assert not cuda.registered
-    pool.slot(15)[:] = 1
-    (record,) = caplog.records
-    assert "extent 3 of 4, 16,384 bytes, failed: " in record.getMessage()
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    assert f"{locked:,}" in record.getMessage() or locked == resource.RLIM_INFINITY
-    pool.close()
 
 
 @pytest.mark.parametrize("new_kernel", [True, False])

@@ -6,8 +6,6 @@ import mmap
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
@@ -15,18 +13,6 @@ from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
 from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner
 from kvferry.cuda_ops.pool.backing import AnonymousMemory
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.harness.drawn_devices import Device, devices, jobs, pieces, pools
-from tests.harness.effort import examples
-
-
-def as_bytes(device: list[int], host: list[int], sizes: list[int]) -> np.ndarray:
-    """Each byte to copy, by both its addresses, in order."""
-    named = [
-        np.stack([np.arange(size) + start_on_device, np.arange(size) + start_on_host], axis=1)
-        for start_on_device, start_on_host, size in zip(device, host, sizes, strict=True)
-    ]
-    every = np.concatenate([np.empty((0, 2), dtype=np.int64), *named])
-    return every[np.argsort(every[:, 0], kind="stable")]
 
 
 def run_of(group: int, blocks: list[int], slots: list[int], numbers: list[int] | None = None) -> BlockRun:
@@ -36,29 +22,6 @@ def run_of(group: int, blocks: list[int], slots: list[int], numbers: list[int] |
 
 def job_of(*runs: BlockRun) -> TransferJob:
     return TransferJob(1, Direction.STORE, runs)
-
-
-@settings(max_examples=examples(300))
-@given(device=devices(), data=st.data())
-def test_segments_name_exactly_the_bytes_of_the_obvious_reference(device: Device, data: st.DataObject) -> None:
-    pool = data.draw(pools(device.layout))
-    planner = SegmentPlanner(device.layout, pool.slot_bytes)
-    buffer = SegmentBuffer(1)
-    for _ in range(2):
-        job = data.draw(jobs(device.layout, pool, Direction.STORE))
-        reference = pieces(device, pool, job)
-        expected = as_bytes(
-            [on_device.ctypes.data for on_device, _ in reference],
-            [on_host.ctypes.data for _, on_host in reference],
-            [len(on_device) for on_device, _ in reference],
-        )
-        plain = planner.plan(job, pool.hold(), buffer, coalesce=False)
-        assert np.array_equal(as_bytes(*(array.tolist() for array in plain)), expected)
-        assert len(plain.sizes) == len(reference)
-        merged = planner.plan(job, pool.hold(), buffer, coalesce=True)
-        assert np.array_equal(as_bytes(*(array.tolist() for array in merged)), expected)
-        assert len(merged.sizes) <= len(reference)
-        assert merged.num_bytes == len(expected) == planner.num_bytes(job)
 
 
 @pytest.mark.parametrize("order", [1, -1])
