@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from rich.console import Console
 
 from kvferry.app.cli import main
-from kvferry.app.cli.stats import render
 from kvferry.app.cli.top import sparkline
 from kvferry.app.telemetry.miss_texts import CAUSES, EVICTED, NOT_STORED, SHORT
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
@@ -219,16 +216,6 @@ def test_top_without_a_terminal_prints_one_view(ask: Run, service: Service) -> N
     assert re.search(r"\b(host|recomputed)\b", shown.out) is None, "other words than on the dashboard"
     assert "16 of 16 slots in use" in shown.out
     assert "degraded: tier disk: is full" in shown.out
-
-
-def test_stats_has_the_colors_of_the_dashboard() -> None:
-    tokens = {"total": 8, "device_hit": 2, "host_hit": 2, "tier_hit": {"disk": 2}, "recomputed": 2}
-    colored = Console(force_terminal=True, color_system="standard", no_color=False, width=100, file=StringIO())
-    colored.print(render({"engine": {}, "prompt_tokens": tokens}))
-    assert isinstance(colored.file, StringIO)
-    colors = dict(re.findall(r"^  (device|pool|tier disk|computed) .*\x1b\[(\d+);49m█", colored.file.getvalue(), re.M))
-    blue, green, yellow, gray = "34", "32", "33", "90"
-    assert colors == {"device": blue, "pool": green, "tier disk": yellow, "computed": gray}
 
 
 def test_top_without_any_sample_prints_totals_only(run: Run, tmp_path: Path) -> None:

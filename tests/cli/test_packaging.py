@@ -272,20 +272,11 @@ def test_image_gets_every_package_and_nothing_else(steps: list[Step], packages: 
     assert allowed == {"deploy/image" if word.startswith("deploy/image/") else word for word in sources}
 
 
-def test_compose_passes_the_token_as_a_secret_and_keeps_the_state() -> None:
-    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    service = compose["services"]["kvferry"]
-    (name,) = service["secrets"]
-    assert service["environment"] == {"KVFERRY_ADMIN_TOKEN_FILE": f"/run/secrets/{name}"}
-    assert name in compose["secrets"]
-    assert "shm_size" in service
-    assert service["read_only"]
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    volume, _, path = service["volumes"][0].partition(":")
-    assert volume in compose["volumes"]
-    assert f"VOLUME {path}" in (ROOT / "Dockerfile").read_text()
-    assert service["ports"] == ["127.0.0.1:8787:8787"]
+def test_compose_keeps_the_state_in_the_folder_of_the_image() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["kvferry"]
+    (volume,) = service["volumes"]
+    assert f"VOLUME {volume.partition(':')[2]}\n" in (ROOT / "Dockerfile").read_text()
+    assert "shm_size" in service, "for pools of the kind shm"
 
 
 def is_healthy(**settings: str) -> bool:

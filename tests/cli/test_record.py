@@ -15,7 +15,7 @@ from kvferry.app.telemetry.events import EventType
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.commands import Command, start_command
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
-from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.loop_service import READ, Service
 from tests.harness.service_process import serving
 from tests.harness.waiting import wait_until
 
@@ -70,26 +70,6 @@ def test_record_when_requests_end_writes_their_lengths_and_shared_blocks(
     assert done.json["prompt_tokens"] == sum(one.input_length for one in trace)
     eager = next(curve for curve in done.json["curves"] if curve["store_mode"] == "eager")
     assert eager["points"][-1]["hit_rate"] * done.json["prompt_tokens"] == 2 * BLOCK_TOKENS
-
-
-def test_recorded_trace_when_replayed_finds_all_that_prompts_share(run: Run, tmp_path: Path, clean_world: Path) -> None:
-    lengths = [100, 140, 180, 220]
-    with (
-        start_service(tmp_path / "live", admin_token=ADMIN, read_token=READ) as service,
-        recording(service, clean_world, "--requests", str(6 * len(lengths))) as (process, printed),
-    ):
-        for length in lengths:
-            for seed in range(6):
-                answer(service, f"r{length}-{seed}", length, seed=920 + seed, num_output_tokens=1)
-        assert process.wait(COMMAND_DEADLINE_S) == 0, printed()
-    trace = read_trace(clean_world / "trace.jsonl")
-    assert {one.block_size for one in trace} == {BLOCK_TOKENS}
-    done = run("what-if", "--trace", "trace.jsonl", "--pool-blocks", "1000", "--json")
-    assert done.json["prompt_tokens"] == 6 * sum(lengths)
-    eager = next(curve for curve in done.json["curves"] if curve["store_mode"] == "eager")
-    # The whole blocks of each prompt's predecessor, which the device of the replay may have lost.
-    num_shared = 6 * sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths[:-1])
-    assert eager["points"][-1]["hit_rate"] == num_shared / (6 * sum(lengths))
 
 
 def test_record_when_terminated_leaves_a_valid_trace(service: Service, clean_world: Path) -> None:
