@@ -330,22 +330,6 @@ def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool
     assert list(device.free_blocks())[-4:] == held[::-1]
 
 
-def test_block_whose_drafts_were_rejected_is_not_stored_when_the_request_ends() -> None:
-    """With asynchronous scheduling a step is planned before the drafts of the one in flight are verified."""
-    world = World(groups_of(fake.FULL))
-    request = LiveRequest("one", BLOCK - 3, [])
-    world.add(request, world.take(3))
-    drafts = {"one": [-1, -1, -1]}
-    world.step({"one": (0, BLOCK - 3)})
-    world.step({"one": (BLOCK - 3, 4)}, drafts=drafts)
-    world.step({"one": (BLOCK + 1, 4)}, drafts=drafts)
-    # Both steps reject all drafts, and the answer ends with a token that no step has computed.
-    request.num_tokens, request.num_computed_tokens = BLOCK, BLOCK - 1
-    request.block_hashes += hashes(1)
-    world.scheduler.finish("one")
-    assert not world.step({}).stores
-
-
 class FreeQueueMachine(RuleBasedStateMachine):
     """vLLM's pool, used by requests and by transfers, against a list and the blocks that must be behind others."""
 
@@ -511,20 +495,6 @@ def test_boundary_states_when_not_applicable_are_ignored() -> None:
 
 
 # --- steps that are planned before the last one has answered --------------------------------------------------------
-
-
-def test_block_with_async_scheduling_is_stored_once_its_hash_is_known() -> None:
-    """With asynchronous scheduling a step is planned before the one before it has sampled."""
-    world = World(groups_of(fake.FULL))
-    request = LiveRequest("one", 2 * BLOCK - 1, hashes(1))
-    blocks = world.take(3)
-    world.add(request, blocks)
-    assert blocks_of(world.step({"one": (0, 2 * BLOCK - 1)}).stores) == [(0, blocks[0])]
-    # This step fills the second block, with a token that is not known yet.
-    assert world.step({"one": (2 * BLOCK - 1, 1)}).stores == []
-    assert world.step({"one": (2 * BLOCK, 1)}).stores == []
-    request.block_hashes += hashes(2)[1:]
-    assert blocks_of(world.step({"one": (2 * BLOCK + 1, 1)}).stores) == [(0, blocks[1])]
 
 
 def world_with_a_stored_prefix() -> tuple[World, LiveRequest]:

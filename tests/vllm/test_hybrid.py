@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.keys import group_of
 from kvferry.core.transfers import Direction, TransferJob
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.models import WINDOW, write_gemma
@@ -54,35 +53,6 @@ def test_load_of_a_window_contains_only_its_blocks(gemma: Path) -> None:
         loaded = after.prompt_tokens.host_hit // BLOCK
         assert loaded >= 14
         assert after.load.blocks == loaded + 2 * (WINDOW // BLOCK)
-
-
-def test_blocks_that_left_their_window_are_not_stored(gemma: Path) -> None:
-    with in_process(gemma, transfer_config(offload_prompt_only=False), num_gpu_blocks_override=BLOCKS) as engine:
-        seen: list[tuple[int, int]] = []
-        plan = engine.scheduler.plan
-
-        def watch(output: Any) -> Any:
-            orders = plan(output)
-            for job in orders.stores:
-                for run in job.runs:
-                    seen.extend((run.group, block) for block in run.block_ids.tolist())
-                    # What is stored is in the request's live table, and never the null block.
-                    live = {
-                        block
-                        for request in engine.vllm_scheduler.requests
-                        for block in engine.vllm_scheduler.kv_cache_manager.get_block_ids(request)[run.group]
-                    }
-                    assert set(run.block_ids.tolist()) <= live - {0}
-            return orders
-
-        engine.scheduler.plan = watch  # type: ignore[method-assign]
-        engine.add("one", PROMPTS[0], max_tokens=200)
-        while engine.vllm_scheduler.requests:
-            engine.step()
-        tables = {group for group, _ in seen}
-        assert tables == {0, 1, 2}
-        keys = [engine.core.manager.table.keys[slot] for slot in range(engine.settle().pool.ready)]
-        assert {group_of(key) for key in keys} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("layers", ["SFSF", "SSSS"])

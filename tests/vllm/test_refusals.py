@@ -116,13 +116,6 @@ WRONG: dict[str, tuple[KVTransferConfig, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_option_when_invalid_is_refused_and_the_valid_one_named(name: str) -> None:
-    config, words = WRONG[name]
-    with pytest.raises(StartError, match=words):
-        read_options(config)
-
-
-@pytest.mark.parametrize("name", WRONG)
 def test_option_when_invalid_is_refused_before_weights_are_loaded(
     llama: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,13 +100,3 @@ def test_engine_after_sleep_gives_the_same_answers(engine: InProcess) -> None:
         assert (counts.load.failed, counts.store.failed) == (0, 0)
     # The hand-shake that vLLM repeats after each wake-up leaves the admin API as it was.
     assert httpx.get(f"{admin_url}/readyz").status_code == 200
-
-
-def test_moving_memory_when_allocated_again_has_other_addresses() -> None:
-    cache = torch.ones(1 << 16)
-    memory = Moving({"layer": cache})
-    before = memory.addresses()
-    memory.free()
-    memory.allocate()
-    assert before.isdisjoint(memory.addresses())
-    assert not cache.any()
