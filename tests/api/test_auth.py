@@ -75,6 +75,17 @@ def test_every_call_needs_the_token_that_the_contract_says(
         assert answer.json()["status"] == refusal
 
 
+def test_every_change_of_the_contract_needs_the_admin_token(guarded: Service) -> None:
+    for template, methods in CONTRACT.items():
+        path = template.format(id="r1", name="one", hash="00ff")
+        for method in set(methods.split(", ")) - {"GET", "HEAD"}:
+            statuses = [
+                guarded.shared_client.request(method, path, headers=CREDENTIALS[who]).status_code
+                for who in ("none", "read")
+            ]
+            assert statuses == [401, 403], (method, path)
+
+
 @pytest.mark.parametrize("who", ["none", "wrong", "read", "admin"])
 def test_health_paths_refuse_other_methods_whatever_the_token(guarded: Service, who: str) -> None:
     for path in ("/healthz", "/readyz"):

@@ -46,6 +46,12 @@ CONTRACT = {
     "/admin/v1/audit": "GET",
     "/admin/v1/token": "GET",
     "/admin/v1/events": "GET",
+    "/admin/v1/breaks": "GET",
+    "/admin/v1/what-if": "GET",
+    "/admin/v1/tenants": "GET",
+    "/admin/v1/tiers": "GET",
+    "/admin/v1/tiers/{name}": "DELETE, GET, PUT",
+    "/admin/v1/tiers/{name}/flush": "DELETE, POST",
 }
 """Methods by path."""
 

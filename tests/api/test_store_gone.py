@@ -142,18 +142,6 @@ def test_reads_when_the_database_fails_are_answered(fresh: Service, client: http
             assert client.get(path).status_code == 200, path
 
 
-def test_calls_work_again_once_the_database_does(fresh: Service, client: httpx.Client) -> None:
-    with locked(fresh):
-        assert client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 503
-
-    def works() -> bool:
-        return client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 200
-
-    wait_until(works, "overrides are taken again")
-    statuses = [item["status"] for item in client.get("/admin/v1/audit").json()["items"]]
-    assert 200 in statuses
-
-
 def test_lists_from_a_database_that_is_gone_are_503(fresh: Service, client: httpx.Client) -> None:
     fresh.store.close(0.1)
     for path in ("/admin/v1/audit", "/admin/v1/evictions", "/admin/v1/evictions/summary"):

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.app.api.routes import blocks
 from kvferry.app.tiers.registry import MAX_NAMES
-from tests.harness.loop_service import ADMIN, READ, Service
+from tests.harness.loop_service import ADMIN, Service
 from tests.harness.waiting import DEADLINE_S
 
 TIERS = "/admin/v1/tiers"
@@ -199,10 +199,3 @@ def test_names_are_bounded_over_the_life_of_the_process(client: httpx.Client, de
         assert client.delete(f"{TIERS}/disk{number}").status_code == 204
     assert client.put(f"{TIERS}/another", json=definition).status_code == 409
     assert client.put(f"{TIERS}/disk0", json=definition).status_code == 201
-
-
-def test_read_token_may_list_and_not_change(guarded: Service, definition: dict[str, Any]) -> None:
-    with guarded.client(READ) as reader:
-        assert reader.get(TIERS).status_code == 200
-        assert reader.put(f"{TIERS}/disk", json=definition).status_code == 403
-        assert reader.delete(f"{TIERS}/disk").status_code == 403

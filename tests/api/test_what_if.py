@@ -12,7 +12,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopRequest
-from tests.harness.loop_service import DEVICE_BYTES, READ, Service
+from tests.harness.loop_service import DEVICE_BYTES, Service
 from tests.harness.tier_slots import ORIGIN
 from tests.harness.waiting import wait_until
 
@@ -104,12 +104,6 @@ def test_what_if_forgets_what_a_reset_drops(fresh: Service) -> None:
     answer = ask(fresh)
     assert answer["prompt_tokens"] == 6 * (64 * BLOCK_TOKENS + 1)
     assert (answer["eager"], answer["ceiling"]) == (0, 0)
-
-
-def test_what_if_needs_a_token_and_the_read_token_is_enough(guarded: Service) -> None:
-    with guarded.client() as client:
-        assert client.get(PATH).status_code == 401
-        assert client.get(PATH, headers={"Authorization": f"Bearer {READ}"}).status_code == 200
 
 
 def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
