@@ -15,7 +15,7 @@ from kvferry.core.stats import EvictionReason
 from tests.api import test_breaks
 from tests.api.test_what_if import answer_prompts
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, attach_tier, start_service
 from tests.harness.waiting import wait_until
 
 TENANT = "0123456789abcdef"
@@ -47,12 +47,6 @@ def answer(service: Service, name: str, num_blocks: int, **more: Any) -> None:
 
     wait_until(is_done, f"the answer to {name}")
     service.settle()
-
-
-def attach_tier(service: Service, folder: Path) -> None:
-    (folder / "tiers").mkdir()
-    tier = {"type": "fs", "path": str(folder / "tiers" / "t"), "max_bytes": "1GiB"}
-    assert service.shared_client.put("/admin/v1/tiers/disk", json=tier).status_code == 201
 
 
 def test_advice_when_nothing_is_worth_a_change_is_null(small: Service) -> None:
@@ -121,8 +115,8 @@ def test_advice_is_the_most_expensive_break(small: Service) -> None:
     assert found["text"].startswith("1 prompts differ from token 60 on and are equal again behind")
 
 
-def test_advice_is_a_tier_for_which_requests_waited_in_vain(small: Service, tmp_path: Path) -> None:
-    attach_tier(small, tmp_path)
+def test_advice_is_a_tier_for_which_requests_waited_in_vain(small: Service) -> None:
+    attach_tier(small)
     for number in range(4):
         answer(small, f"r{number}", 3, seed=number)
     waited_s = small.shared_client.get("/admin/v1/stats").json()["tier_waits"]["seconds"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service
+from tests.harness.loop_service import Service, attach_tier
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.waiting import wait_until
 
@@ -18,18 +17,12 @@ FLUSH = f"{TIER}/flush"
 
 
 @pytest.fixture
-def tier(fresh: Service, client: httpx.Client, tmp_path: Path) -> ToyTier:
+def tier(fresh: Service) -> ToyTier:
     """A tier that is attached to a service whose pool has blocks of two tenants."""
     for number in range(2):
         fresh.engine.answer(LoopRequest(f"r{number}", 128, seed=number, tenant=f"{number}" * 16))
     fresh.settle()
-    folder = tmp_path / "tiers"
-    folder.mkdir()
-    definition = {"type": "fs", "path": str(folder / "disk"), "max_bytes": "1GiB"}
-    assert client.put(TIER, json=definition).status_code == 201
-    found = fresh.engine.offload.tiers.clients[0]._tier
-    assert isinstance(found, ToyTier)
-    return found
+    return attach_tier(fresh)
 
 
 def current(client: httpx.Client) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ from kvferry.core.keys import tenant_digest
 from kvferry.core.scheduler.sessions import MAX_HASH_BYTES, SessionKey
 from kvferry.core.stats import PromptTokens
 from tests.harness.loop_engine import BLOCK_BYTES, BLOCK_TOKENS, LoopRequest
-from tests.harness.loop_service import Service, errors_of, pages
+from tests.harness.loop_service import Service, attach_tier, errors_of, pages
 from tests.harness.waiting import wait_until
 
 SESSIONS = "/admin/v1/sessions"
@@ -84,14 +83,10 @@ def test_id_of_several_tenants_needs_the_tenant(fresh: Service, client: httpx.Cl
     assert errors_of(client.get(path_of("same"), params={"tenant": "a salt"})) == ["tenant"]
 
 
-def test_prefetch_of_more_than_an_eighth_of_the_pool_is_429(
-    fresh: Service, client: httpx.Client, tmp_path: Path
-) -> None:
+def test_prefetch_of_more_than_an_eighth_of_the_pool_is_429(fresh: Service, client: httpx.Client) -> None:
     num_tokens = (fresh.engine.manager.num_slots // 8 + 1) * BLOCK_TOKENS
     answer(fresh, "r", "s", tokens=num_tokens)
-    (tmp_path / "tiers").mkdir()
-    definition = {"type": "fs", "path": str(tmp_path / "tiers" / "disk"), "max_bytes": "1GiB"}
-    assert client.put("/admin/v1/tiers/disk", json=definition).status_code == 201
+    attach_tier(fresh)
     client.post("/admin/v1/tiers/disk/flush", json={}).raise_for_status()
     wait_until(lambda: client.get("/admin/v1/tiers/disk").json()["flush"]["state"] == "done", "the tier has them")
     client.post("/admin/v1/reset", json={"tiers": ["host"]}).raise_for_status()

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Run, command_environment
 from tests.harness.commands import start_command
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service, start_service
+from tests.harness.loop_service import Service, attach_tier, start_service
 from tests.harness.toy_tiers import ToyTier
 from tests.harness.waiting import DEADLINE_S, wait_until
 
@@ -25,13 +25,7 @@ def flushable(tmp_path: Path) -> Iterator[tuple[Service, ToyTier]]:
         for number in range(2):
             service.engine.answer(LoopRequest(f"r{number}", 128, seed=number, tenant=f"{number}" * 16))
         service.settle()
-        folder = tmp_path / "state" / "tiers"
-        folder.mkdir()
-        definition = {"type": "fs", "path": str(folder / "disk"), "max_bytes": "1GiB"}
-        assert service.shared_client.put("/admin/v1/tiers/disk", json=definition).status_code == 201
-        tier = service.engine.offload.tiers.clients[0]._tier
-        assert isinstance(tier, ToyTier)
-        yield service, tier
+        yield service, attach_tier(service)
 
 
 def test_flush_prints_what_it_copied(flushable: tuple[Service, ToyTier], run: Run) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,8 @@ from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.persistent.pool_files import pool_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from tests.cli.conftest import ROOT, Run
+from tests.cli.conftest import Run
+from tests.harness.commands import running_script
 from tests.harness.kept_pools import SHAPE, attached
 from tests.harness.service_process import serving
 
@@ -138,13 +137,15 @@ def test_start_names_what_pools_of_other_engines_take(tmp_path: Path, run: Run) 
         lock_path(path).unlink(missing_ok=True)
 
 
-def held_pool(path: Path) -> str:
-    """Python code that uses the pool at this path until it reads the end of its input."""
-    return (
-        "import sys\nfrom kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
-        "from pathlib import Path\nfrom tests.harness.kept_pools import FINGERPRINT, SHAPE\n"
-        f"file = KeptFile(Path({str(path)!r}), SHAPE, FINGERPRINT)\nprint('open', flush=True)\nsys.stdin.read()\n"
-    )
+HOLDER = """
+import signal, sys
+from pathlib import Path
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from tests.harness.kept_pools import FINGERPRINT, SHAPE
+file = KeptFile(Path(sys.argv[1]), SHAPE, FINGERPRINT)
+print("open", flush=True)
+signal.pause()
+"""
 
 
 def in_folder(folder: Path) -> dict[str, str]:
@@ -172,17 +173,10 @@ def test_pools_lists_and_removes_what_no_engine_uses(pool: Path, run: Run) -> No
 
 
 def test_pools_remove_of_a_pool_in_use_is_refused(pool: Path, run: Run) -> None:
-    command = [sys.executable, "-c", held_pool(pool)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "open\n"
+    with running_script(HOLDER, pool) as (process, out):
+        assert out.readline() == "open\n"
         refused = run("pools", "remove", "engine", "--yes", **in_folder(pool.parent))
         items = run("pools", "--json", **in_folder(pool.parent)).json["items"]
-        process.stdin.close()
     assert (refused.code, f"pid {process.pid}" in refused.err, pool.exists()) == (1, True, True)
     assert [item["used_by"] for item in items if item["path"] == str(pool)] == [[process.pid]]
     assert run("pools", "remove", str(pool), "--yes", **in_folder(pool.parent)).code == 0

@@ -29,7 +29,7 @@ from kvferry.cuda_ops.cuda.crossover import (
     choose_mover,
 )
 from kvferry.cuda_ops.cuda.driver import CudaDriver
-from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
+from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
@@ -79,23 +79,6 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
     assert_moved(copies, one, device, pool, device.memory.copy())
     copies.close()
     assert cuda.allocated == {}
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "size", "word"),
-    [
-        (64, 128, 4096, 16),
-        (64, 136, 4096, 8),
-        (64, 128, 4088, 8),
-        (64, 132, 4096, 4),
-        (64, 128, 4, 4),
-        (65, 128, 64, 1),
-        (64, 128, 2, 1),
-    ],
-)
-def test_words_divide_every_address_and_size(device: int, host: int, size: int, word: int) -> None:
-    columns = [np.array([4096, value], dtype=np.int64) for value in (device, host, size)]
-    assert word_of(Segments(*columns)) == word
 
 
 def test_kernel_copies_exactly_the_given_segments() -> None:

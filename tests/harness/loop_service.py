@@ -308,6 +308,15 @@ def fill(service: Service, *requests: LoopRequest) -> list[str]:
     return hashes
 
 
+def attach_tier(service: Service) -> ToyTier:
+    """Attach a tier called disk."""
+    folder = service.database.parent / "tiers"
+    folder.mkdir()
+    definition = {"type": "fs", "path": str(folder / "disk"), "max_bytes": "1GiB"}
+    assert service.shared_client.put("/admin/v1/tiers/disk", json=definition).status_code == 201
+    return service.tiers["disk"]
+
+
 def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     cursor = None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import psutil
 import pytest
 
 from kvferry.app.tiers.block_store import TierRefused
+from tests.harness.commands import running_script
 from tests.harness.mooncake_server import SOON_LOST_S, mooncake_rig, mooncake_store
 from tests.harness.server_process import stopped
 from tests.harness.tier_rig import SHORT, WAIT_S, Rig
@@ -22,10 +20,6 @@ pytestmark = pytest.mark.long
 
 KEYS = keys_of(range(4))
 SEGMENT = {"segment_bytes": "64MiB"}
-
-
-def wait_until_noticed(rig: Rig) -> None:
-    wait_until(lambda: not any(rig.find(KEYS)) and bool(rig.health()), "noticed", WAIT_S)
 
 
 def client_of(rig: Rig) -> psutil.Process:
@@ -168,15 +162,6 @@ def test_client_ends_with_an_engine_that_is_killed(tmp_path: Path) -> None:
         "time.sleep(1000)\n"
     )
     with mooncake_store(tmp_path) as (master, _):
-        paths = os.pathsep.join(path for path in sys.path if path)
-        engine = subprocess.Popen(
-            [sys.executable, "-c", program, master.address],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-        assert engine.stdout is not None
-        client = psutil.Process(int(engine.stdout.readline()))
-        engine.kill()
-        engine.wait()
-        engine.stdout.close()
+        with running_script(program, master.address) as (_, out):
+            client = psutil.Process(int(out.readline()))
         wait_until(lambda: not client.is_running() or client.status() == psutil.STATUS_ZOMBIE, "the end", WAIT_S)

@@ -35,7 +35,6 @@ from tests.harness.object_server import (
     object_proxy,
     object_rig,
     object_server,
-    refuses,
     shared_object_server,
 )
 from tests.harness.tier_rig import FINGERPRINT, SHORT, WAIT_S, Rig
@@ -63,9 +62,6 @@ class Engines:
     def epoch(self) -> str:
         (name,) = [name for name in self.server.names(self.prefix) if name.endswith("/epoch")]
         return name
-
-    def requests_of(self, method: str, part: str) -> int:
-        return sum(call.method == method and part in call.path for call in self.proxy.calls)
 
     def requests(self, work: Callable[[], object]) -> Counter[str]:
         """The requests that some work makes, housekeeping's left out."""
@@ -225,17 +221,6 @@ def test_lost_answer_to_a_reset_does_not_undo_it(engines: Engines) -> None:
     assert lost
     assert second.find(keys) == first.find(keys) == [False] * 3
     wait_until_serves(first, keys)
-
-
-@pytest.mark.long
-def test_server_down_at_start_is_used_once_it_is_up(engines: Engines) -> None:
-    engines.proxy.fault = refuses
-    rig = engines(is_up=False, **SHORT)
-    rig.wait_for_reason("the server cannot be reached")
-    assert rig.store(keys_of([1])) == [False]
-    engines.proxy.fault = None
-    rig.wait_healthy()
-    wait_until_serves(rig, keys_of([1]))
 
 
 @pytest.mark.long
