@@ -47,12 +47,6 @@ def read_all(raw: socket.socket) -> bytes:
     return bytes(received)
 
 
-def is_well(running: Running) -> bool:
-    with connect(running) as raw:
-        raw.sendall(GET + b"Connection: close\r\n\r\n")
-        return read_all(raw).startswith(b"HTTP/1.1 200")
-
-
 def test_requests_sent_byte_by_byte_or_at_once_are_answered_in_order() -> None:
     with serve(app) as running, connect(running) as raw:
         for number in range(len(GET) + 2):

@@ -213,14 +213,6 @@ def test_log_pipe_with_own_loggers_only_leaves_others_alone(stream: io.StringIO)
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["ours", "the server's"]
 
 
-def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
-    monkeypatch.setenv("KVFERRY_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setenv("KVFERRY_SERVICE_PORT", "1")
-    with start_logging(Settings(), stream=stream):
-        pass
-    assert stream.getvalue().count("enableServiceLinks") == 1
-
-
 def test_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
     seldom = RateLimitedLogger(

@@ -278,16 +278,6 @@ def test_timestamps_are_kept_in_order(run: Run, peer: EnginePeer, engine: Runnin
     assert done.json["total_s"] >= 0.15, "the last one is due at 300 ms of the trace, at double speed"
 
 
-def test_completions_may_be_elsewhere(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
-    admin = EnginePeer(context_tokens=None)
-    with serve(admin.app) as running:
-        trace = write(clean_world, line(512, [1]))
-        done = run("replay", trace, "--url", running.url, "--engine-url", engine.url, "--json")
-    assert done.code == 0, done.err
-    assert (len(peer.bodies), len(admin.bodies)) == (1, 0)
-    assert (peer.stats_calls, admin.stats_calls) == (0, 2)
-
-
 def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, clean_world: Path) -> None:
     peer = EnginePeer(context_tokens=None)
     with serve(peer.app) as running:

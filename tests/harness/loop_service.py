@@ -182,7 +182,6 @@ def start_service(
     admin_token: str | None = None,
     read_token: str | None = None,
     num_slots: int = 256,
-    model: str = "tiny",
     header_queue: HeaderQueue | None = None,
     hashes_prompts: bool = True,
     waits: Waits = DEFAULT_WAITS,
@@ -235,7 +234,7 @@ def start_service(
     tier_resets = TierResets(store, engine.offload.resets)
     tier_flushes = TierFlushes(engine.offload, guard, feed, lambda unverified: None)
     context = AdminContext(
-        engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+        engine=EngineInfo("embedded", "tiny", "cpu", BLOCK_TOKENS, 1, 1),
         scheduler=engine.offload,
         guard=guard,
         wake=engine.wake,

@@ -60,7 +60,6 @@ def eviction(
     tenant: str | None = None,
     stored_s: float = START_S - 100,
     hit_s: float = 0.0,
-    needed_by: str | None = None,
 ) -> EvictionBatch:
     count = len(numbers)
     records = np.zeros(count, dtype=SLOT_RECORD)
@@ -75,7 +74,7 @@ def eviction(
         origins=[RequestIdentity(request, tenant)] * count,
         lines=lines_of(records),
     )
-    return EvictionBatch(time_s, reason, "lru", rows, needed_by)
+    return EvictionBatch(time_s, reason, "lru", rows, None)
 
 
 def fill(

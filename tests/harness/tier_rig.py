@@ -219,14 +219,14 @@ class StoreBench(ABC):
         """Change a byte of a stored block."""
 
 
-def reference_rig(num_slots: int = 16) -> Rig:
+def reference_rig() -> Rig:
     now_s = 0.0
 
     def turn() -> None:
         nonlocal now_s
         now_s += 0.25
 
-    slots = SlotArray(num_slots)
+    slots = SlotArray(16)
     return Rig(slots, lambda *_: ReferenceTier(slots, lambda: now_s), turn)
 
 

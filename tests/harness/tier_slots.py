@@ -47,8 +47,8 @@ def changed(value: bytes) -> bytes:
 class SlotArray:
     """A `SlotBytes` whose slots are rows; with several ranks, each has its own part of a slot."""
 
-    def __init__(self, num_slots: int, slot_bytes: int = SLOT_BYTES, num_ranks: int = 1) -> None:
-        part_bytes = -(-slot_bytes // num_ranks)
+    def __init__(self, num_slots: int, num_ranks: int = 1) -> None:
+        part_bytes = -(-SLOT_BYTES // num_ranks)
         self.parts = [np.zeros((num_slots, part_bytes), dtype=np.uint8) for _ in range(num_ranks)]
 
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:

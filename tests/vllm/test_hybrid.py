@@ -17,7 +17,6 @@ from tests.vllm.workload import BLOCK, Answer, assert_same, shared_heads, shared
 
 BLOCKS = 200
 PROMPTS = shared_prefixes(80, prefixes=10, prefix_tokens=14 * BLOCK, seed=21)
-SOME = PROMPTS[:40]
 
 
 @pytest.fixture(scope="module")

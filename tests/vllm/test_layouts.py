@@ -41,8 +41,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 ALL = tuple(KVCacheLayout)
-LAYERS_OUT = tuple(layout for layout in ALL if not layout.is_block_outermost)
-PACKED = tuple(layout for layout in ALL if layout.is_block_outermost)
 WHOLE_PAGES = tuple(layout for layout in ALL if layout.is_block_compact)
 DEADLINE_S = 20.0
 

@@ -25,7 +25,6 @@ from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_token
 
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
