@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -132,15 +131,6 @@ def test_pool_closed_under_a_copy_stays_mapped(make_rig: Make) -> None:
     rig.pool.close()
     rig.copies.close()
     assert [result.job_id for result in rig.copies.poll()] == [1]
-
-
-def test_copy_threads_run_on_the_given_cpus(make_rig: Make) -> None:
-    (first, *_) = sorted(os.sched_getaffinity(0))
-    seen: list[set[int]] = []
-    rig = make_rig("cpu", on_finished=lambda: seen.append(os.sched_getaffinity(0)), cpus=[first])
-    rig.results_of(store(1, 0))
-    rig.copies.close()
-    assert seen == [{first}]
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])

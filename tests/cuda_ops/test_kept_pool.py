@@ -653,18 +653,6 @@ def test_close_while_the_disk_hangs_ends_without_its_thread(
     assert caplog.text.count("blocks from a tier are not sealed and lost at a restart: 1: the engine is closing") == 2
 
 
-def test_checksums_are_computed_on_the_given_cpus(path: Path) -> None:
-    (first, *_) = sorted(os.sched_getaffinity(0))
-    seen: list[set[int]] = []
-    with attached(path) as kept:
-        kept.store([0], [0], 1)
-        blocks = np.zeros((12, 1000), dtype=np.uint8)
-        copies = kept.copies(blocks, lambda: seen.append(os.sched_getaffinity(0)), cpus=[first])
-        copies.submit(job(1, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
-        assert copies.wait([1], 30)
-    assert seen == [{first}]
-
-
 def test_pool_format_page_lists_every_reason_of_a_dropped_slot() -> None:
     page = (Path(__file__).parents[2] / "docs/pool-format.md").read_text()
     assert [reason for reason in DropReason if f"| `{reason}` |" not in page] == []

@@ -62,13 +62,12 @@ class Kept:
         blocks: np.ndarray,
         on_finished: Callable[[], object] = lambda: None,
         *,
-        cpus=None,
-        close_s=CLOSE_S,
+        close_s: float = CLOSE_S,
         **options: Any,
     ) -> KeptCopies:
         """A CPU engine that seals and verifies, and is closed with the pool."""
         engine = CpuCopyEngine(DeviceLayout.of_arrays([blocks]), self.pool, lambda: None, **options)
-        copies = KeptCopies(engine, self.headers, on_finished, cpus=cpus, close_s=close_s)
+        copies = KeptCopies(engine, self.headers, on_finished, close_s=close_s)
         self.undo.callback(copies.close)
         return copies
 

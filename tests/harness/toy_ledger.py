@@ -181,7 +181,6 @@ class Ledger:
         assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and only {most} were ever full"
         if record.told is not None and self._one_full:
             assert offered == most, f"{request.request_id}: {offered} blocks have their answer, and {most} were full"
-            self._check_kept_back(record)
         if record.told is not None and self._has_windows and not record.was_preempted:
             self._check_windows(record, record.told)
 
@@ -214,17 +213,6 @@ class Ledger:
         if not self._engine.habits.drops_passed and not state.load.failed:
             assert offered == most, f"{request.request_id}: {offered} blocks were offered, boundaries need {most}"
             self._events["windows at a boundary were stored"] += boundary > 0
-
-    def _check_kept_back(self, record: Record) -> None:
-        """The policy kept back what it had to, and no more."""
-        (group,), (full,) = self._groups, record.full
-        least, most = (full - min(limit // group.slot_tokens, full) for limit in reversed(record.storable))
-        skipped = record.state.store.skipped
-        kept_back = sum(skipped[reason] for reason in ("prompt_only", "token_cap", "disabled"))
-        assert least * group.slot_blocks <= kept_back <= most * group.slot_blocks, (
-            f"{record.request.request_id}: its policy kept back {kept_back} blocks of {full} full slots, "
-            f"and let {record.storable} tokens be stored"
-        )
 
     def forgetting(self, request: ToyRequest) -> None:
         """An id is about to come again while its request is there."""
