@@ -84,15 +84,21 @@ def test_write_that_waited_for_a_lock_has_no_effect_after_503(patient: Service) 
         assert state(patient) != before, f"{name} takes effect when it is not abandoned"
 
 
-def test_write_that_was_executed_has_no_effect_after_503(patient: Service) -> None:
-    before, executed, released = state(patient), threading.Event(), threading.Event()
+def executed_until(patient: Service, executed: threading.Event, released: threading.Event) -> Change[Any]:
+    """A write that is executed, and not committed before the event."""
 
-    def late(connection: Connection) -> Callable[[], Any]:
+    def write(connection: Connection) -> Callable[[], Any]:
         apply = WRITES["put rule"](patient)(connection)
         executed.set()
         released.wait(DEADLINE_S)
         return apply
 
+    return write
+
+
+def test_write_that_was_executed_has_no_effect_after_503(patient: Service) -> None:
+    before, executed, released = state(patient), threading.Event(), threading.Event()
+    late = executed_until(patient, executed, released)
     # On a busy machine a call may be given up before the thread takes it.
     while not executed.is_set():
         with pytest.raises(DatabaseUnavailable) as raised:
@@ -106,13 +112,8 @@ def test_write_that_was_executed_has_no_effect_after_503(patient: Service) -> No
 def test_call_that_was_canceled_before_its_commit_has_no_effect(patient: Service) -> None:
     before, executed, released = state(patient), threading.Event(), threading.Event()
 
-    def late(connection: Connection) -> Callable[[], Any]:
-        apply = WRITES["put rule"](patient)(connection)
-        executed.set()
-        released.wait(DEADLINE_S)
-        return apply
-
     async def cancel() -> None:
+        late = executed_until(patient, executed, released)
         call = asyncio.create_task(patient.store.database.change(late, DEADLINE_S))
         await asyncio.to_thread(executed.wait, DEADLINE_S)
         call.cancel()

@@ -31,11 +31,6 @@ EngineOf = Callable[..., Rig]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tier"
-
-
-@pytest.fixture
 def engine_of(path: Path) -> Iterator[EngineOf]:
     """Opens tiers as engines that share the folder do; they are closed with the test."""
     rigs: list[Rig] = []

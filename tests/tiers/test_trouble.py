@@ -34,12 +34,6 @@ def fill(folder: Path) -> Path:
             return ballast
 
 
-def serves(rig: Rig, number: int) -> bool:
-    """Whether a block that was never stored can be stored and loaded."""
-    keys = keys_of([number])
-    return rig.store(keys) == [True] and rig.load(keys) == [True]
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_disk_when_full_below_the_limit_evicts_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shared: bool
@@ -124,7 +118,7 @@ def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
             assert rig.load(keys) == [True] * 6
             assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
         rig.wait_healthy()
-        assert serves(rig, 100)
+        assert rig.serves(keys_of([100]))
 
 
 def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
@@ -157,14 +151,14 @@ def test_folder_when_its_contents_are_deleted_still_works(path: Path, rig: Rig) 
         # Housekeeping deletes folders, too.
         shutil.rmtree(path / folder, ignore_errors=True)
     assert rig.load(keys) == [False] * 6
-    wait_until(lambda: not rig.health() and serves(rig, 60), "it goes on", WAIT_S)
+    wait_until(lambda: not rig.health() and rig.serves(keys_of([60])), "it goes on", WAIT_S)
     assert rig.reset().dropped_blocks == 1
     name = key_of(60).hex()
     # Unlike `rglob`, `walk` passes over folders that go meanwhile.
     wait_until(
         lambda: not any(file.startswith(name) for *_, files in os.walk(path) for file in files), "deleted", WAIT_S
     )
-    assert serves(rig, 61)
+    assert rig.serves(keys_of([61]))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -177,9 +171,9 @@ def test_folder_when_emptied_in_use_is_locked_and_opens_again(tmp_path: Path, sh
         wait_until((path / "lock").is_file, "the lock is made again", WAIT_S)
         with pytest.raises(TierRefused, match="is used by another process"):
             file_rig(path, shared=not shared)
-        wait_until(lambda: not rig.health() and serves(rig, 1), "it goes on", WAIT_S)
+        wait_until(lambda: not rig.health() and rig.serves(keys_of([1])), "it goes on", WAIT_S)
     with closing(file_rig(path, shared=shared)) as again:
-        assert serves(again, 2)
+        assert again.serves(keys_of([2]))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -232,7 +226,7 @@ def test_reset_while_unmounted_holds_after_the_mount_returns(tmp_path: Path) -> 
                 wait_until(lambda: rig.has(number), "the reset", WAIT_S)
                 rig.wait_healthy()
                 assert rig.find(keys) == [False] * 3
-                assert serves(rig, 70)
+                assert rig.serves(keys_of([70]))
 
 
 @pytest.mark.parametrize("shared", [False, True])
