@@ -120,12 +120,12 @@ class Arm:
         self.scheduler = OffloadScheduler(
             self.manager,
             PolicyResolver(RequestPolicy(), {}, self.manager.lock),
-            engine.pool,
+            engine.block_pool,
             GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
             cost_model=LoadOrCompute(LoadDecision.ALWAYS),
         )
         copies: CopyEngine = CpuCopyEngine(
-            DeviceLayout.of_tensors([[engine.cache.block_bytes]]),
+            DeviceLayout.of_tensors([[engine.cache.blocks]]),
             pool,
             engine.wake,
             before=headers.before_copy if name == ALL else None,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SAME = 1.05
 """Numbers whose ratio is smaller are about the same."""
 OWN_DEVICE_SHARE = 4
-"""The device of an engine of its own holds one of this many tokens of the workload, and its longest prompt."""
+"""The device of an engine of its own holds a quarter of the workload's tokens, and at least its longest prompt."""
 OWN_BLOCK_SIZE = 16
 OWN_POOL_BYTES_PER_TOKEN = 4096
 """Twice the bytes that `tiny` has for a token."""
@@ -304,7 +304,7 @@ def _conclusions(target: Target, passes: Sequence[Pass], is_own: bool) -> Iterat
             "http://127.0.0.1:8787/ui/ shows what happens and why."
         )
     else:
-        # Most of it was loaded.
+        # The one with the most loaded tokens.
         example = max(known, key=lambda item: item["prompt_tokens"]["host_hit"])["id"] if known else "ID"
         yield f"Next: {target.admin.url}/ui/ shows it; kvferry why {example} explains a request."
 

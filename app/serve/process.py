@@ -187,7 +187,7 @@ class Process:
                 "num_layers": engine.cache.shape.num_layers,
                 "hash_seed": HASH_SEED.hex(),
             }
-            device, device_bytes = engine.pool, engine.pool.num_blocks * engine.block_bytes
+            device, device_bytes = engine.block_pool, engine.block_pool.num_blocks * engine.block_bytes
             hash_blocks, decode = partial(hash_prompt, block_size), engine.model.tokenizer.decode
         name = settings.engine_name or name_of_engine(info.model, fingerprint)
         # Before the pool, whose file has the same name.
@@ -231,7 +231,7 @@ class Process:
         from kvferry.cuda_ops.copy.layout import DeviceLayout
 
         settings = self._settings
-        blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], layout.blocks_per_slot)
+        blocks = DeviceLayout.of_tensors([[engine.cache.blocks]], layout.blocks_per_slot)
         copies: CopyEngine
         headers = None if self._kept is None else SlotHeaders(self._kept.file, pool)
         before = None if headers is None else headers.before_copy

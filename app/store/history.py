@@ -39,9 +39,9 @@ class Entry:
 
 
 class HistoryQueue:
-    """Bounded queue from the engine thread to the journal, which writes its entries in order, in batches.
+    """Bounded queue to the journal, which writes its entries in order, in batches.
 
-    One thread appends, with the manager lock held; the journal's thread prepares and confirms. No lock is needed: each
+    Appending requires the manager lock; the journal's thread prepares and confirms. No lock is needed: each
     counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is written, so
     that `appended = queued + removed` always. Rows that the database rejects are dropped and counted, with those of the
     same kind beside them.

@@ -68,7 +68,7 @@ class OffloadManager:
     """Blocks by key, in slots of host memory.
 
     Public methods acquire the manager lock, except those that require it to be held; properties, `num_invalidations`
-    and `are_written` need no lock. The lock is re-entrant, so callers may hold it over several calls. Under it there
+    and `are_flushed` need no lock. The lock is re-entrant, so callers may hold it over several calls. Under it there
     is no I/O and, but for what docs/architecture.md lists, no logging and no work in proportion to the pool. Slots,
     index, pins and candidates are changed within `changing`; to read, and to call the header queue, `lock` is enough.
     """
@@ -407,9 +407,9 @@ class OffloadManager:
         """Return how many invalidations the header queue has received so far; 0 without a header queue."""
         return 0 if self._header_queue is None else self._header_queue.num_invalidations()
 
-    def are_written(self, count: int) -> bool:
+    def are_flushed(self, count: int) -> bool:
         """Return whether the first `count` invalidations survive a restart."""
-        return self._header_queue is None or self._header_queue.are_written(count)
+        return self._header_queue is None or self._header_queue.are_flushed(count)
 
     def labels(self, slots: Slots) -> SlotLabels | None:
         """Return what a store writes to the headers of reserved slots; None without a header queue."""

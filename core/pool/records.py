@@ -86,8 +86,8 @@ class HeaderQueue(Protocol):
     def num_invalidations(self) -> int:
         """Return how many invalidations were queued so far. Any thread, no lock."""
 
-    def are_written(self, count: int) -> bool:
-        """Return whether the first `count` invalidations are written. Any thread, no lock."""
+    def are_flushed(self, count: int) -> bool:
+        """Return whether the first `count` invalidations are on the disk. Any thread, no lock."""
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """Record that a tier is about to overwrite these slots."""

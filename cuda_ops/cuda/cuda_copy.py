@@ -28,7 +28,7 @@ from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 
 _log = logging.getLogger(__name__)
 
-_JOBS_AHEAD = 8
+_MAX_ISSUED = 8
 """Jobs per direction that are queued on the device, each with descriptors in page-locked memory; the others wait."""
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 10.0
@@ -512,7 +512,7 @@ class _StreamQueue:
 
     def _take_waiting(self) -> _Waiting | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or (self._waiting and self._num_issued < _JOBS_AHEAD))
+            self._changed.wait_for(lambda: self._closing or (self._waiting and self._num_issued < _MAX_ISSUED))
             if not self._waiting:
                 return None
             self._num_issued += 1

@@ -102,7 +102,7 @@ class HeaderWriter:
         """See `HeaderQueue`."""
         return self._num_queued
 
-    def are_written(self, count: int) -> bool:
+    def are_flushed(self, count: int) -> bool:
         """See `HeaderQueue`. The next start drops a truncated file as a whole.
 
         Invalidations are flushed to the disk for this call only: most are evictions.
@@ -200,7 +200,7 @@ class HeaderWriter:
         return True
 
     def _flush(self) -> None:
-        """Flush what is written to the disk, if a caller of `are_written` needs that; retried at its next call."""
+        """Flush what is written to the disk, if a caller of `are_flushed` needs that; retried at its next call."""
         if self._flush_to <= self._num_flushed:
             return
         num_written = self._num_written

@@ -44,7 +44,7 @@ _MARKED = np.array([_word_of("state"), _word_of("generation")])
 _STATE_LAST = np.array(
     [word for word in range(_word_of("dropped_generation")) if word != _word_of("state")] + [_word_of("state")]
 )
-"""All words but the scheduler's own, the one with the state last."""
+"""All words but `dropped_generation`, which `HeaderWriter` writes; the one with the state last."""
 
 
 class SlotHeaders:
@@ -118,7 +118,7 @@ class SlotHeaders:
         return found.view(SLOT_HEADER).ravel()
 
     def _are_ours(self, labels: SlotLabels) -> NDArray[np.bool_]:
-        """Return which of these slots have not been reused by another store."""
+        """Return which of these slots are still being written by these stores."""
         headers = self._read(labels.slots)
         fits = np.array([len(key) <= MAX_KEY_BYTES for key in labels.keys], dtype=np.bool_)
         same = headers["generation"] == labels.generations

@@ -39,7 +39,7 @@ class QueuedHeaders:
     def num_invalidations(self) -> int:
         return len(self.voided) + len(self.epochs)
 
-    def are_written(self, count: int) -> bool:
+    def are_flushed(self, count: int) -> bool:
         return True
 
     def begin_tier_write(self, labels: SlotLabels) -> None: ...

@@ -60,8 +60,8 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     for engine in made:
         engine.close()
         assert not engine.is_alive()
-        assert engine.pool.num_free == engine.settings.device_blocks
-        assert engine.pool.num_held == 0
+        assert engine.block_pool.num_free == engine.settings.device_blocks
+        assert engine.block_pool.num_held == 0
 
 
 @pytest.fixture

@@ -113,11 +113,11 @@ def test_one_wrong_block_changes_the_answer(make_engine: Make) -> None:
     assert len({tuple(answer) for answer in before}) == len(prompts)
     changed = 0
     for index, (prompt, answer) in enumerate(zip(prompts, before, strict=True)):
-        block = engine.pool.find_prefix(_hashes(prompt))[index % ((len(prompt) - 1) // 16)]
-        kept = engine.cache.block_bytes[block].clone()
-        engine.cache.block_bytes[block] = engine.cache.block_bytes[(block + 7) % 300]
+        block = engine.block_pool.find_prefix(_hashes(prompt))[index % ((len(prompt) - 1) // 16)]
+        kept = engine.cache.blocks[block].clone()
+        engine.cache.blocks[block] = engine.cache.blocks[(block + 7) % 300]
         changed += ask_all(engine, [prompt], greedy(16))[0].token_ids != answer
-        engine.cache.block_bytes[block] = kept
+        engine.cache.blocks[block] = kept
     assert changed >= 0.9 * len(prompts)
     after = [ask_all(engine, [prompt], greedy(16))[0].token_ids for prompt in prompts]
     assert after == before

@@ -64,7 +64,7 @@ def service() -> Iterator[Service]:
     with serve(engine) as port:
         yield Service(engine, seen, port)
     engine.close()
-    assert engine.pool.num_free == 600
+    assert engine.block_pool.num_free == 600
     assert sorted(seen.finished) == sorted(request.request_id for request in seen.announced)
 
 
@@ -431,7 +431,7 @@ def test_completion_when_the_engine_stops_is_503(make_engine: Callable[..., Embe
         async def scenario() -> None:
             async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
                 cut = asyncio.create_task(http.post(url, json=body))
-                await until(lambda: engine.pool.num_free < 512, "it runs")
+                await until(lambda: engine.block_pool.num_free < 512, "it runs")
                 async with http.stream("POST", url, json={**body, "stream": True}) as streamed:
                     lines = streamed.aiter_lines()
                     await anext(lines)

@@ -54,8 +54,8 @@ def assert_nothing_left(offloaded: Offloaded) -> None:
     check_identities(asdict(stats))
     assert (stats.requests.running, stats.requests.waiting_for_load, stats.open_jobs) == (0, 0, 0)
     assert (stats.pool.storing, stats.pool.loading, stats.pool.pinned) == (0, 0, 0)
-    assert offloaded.engine.pool.num_held == 0
-    assert offloaded.engine.pool.num_free == offloaded.engine.settings.device_blocks
+    assert offloaded.engine.block_pool.num_held == 0
+    assert offloaded.engine.block_pool.num_free == offloaded.engine.settings.device_blocks
 
 
 def assert_offloads(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:

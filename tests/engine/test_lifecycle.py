@@ -88,7 +88,7 @@ class StepRecorder(Recorder):
 def recorded(make_engine: Make) -> Callable[..., tuple[EmbeddedEngine, StepRecorder]]:
     def make(**settings: object) -> tuple[EmbeddedEngine, StepRecorder]:
         engine, recorder = make_engine(dtype="float32", **settings), StepRecorder()
-        recorder.pool = engine.pool
+        recorder.pool = engine.block_pool
         recorder.block_size = engine.settings.block_size
         engine.attach(recorder, NoCopies())
         engine.start()
@@ -115,7 +115,7 @@ def test_canceled_in_every_state(recorded: Callable) -> None:
             assert answer.reason is FinishReason.ABORT
             stream.cancel()
         assert "waiting" not in recorder.computed
-        await until(lambda: engine.pool.num_free == 600, "all blocks are free")
+        await until(lambda: engine.block_pool.num_free == 600, "all blocks are free")
 
     run(scenario())
     assert sorted(recorder.finished) == sorted(request.request_id for request in recorder.announced)
@@ -148,7 +148,7 @@ def test_an_old_cancel_does_not_hit_a_new_request_of_the_same_id(recorded: Calla
     async def scenario() -> None:
         old = engine.submit([5], greedy(1), request_id="mine")
         await until(lambda: recorder.finished == ["mine"], "the first has ended")
-        await until(lambda: engine.pool.num_free == 512, "its blocks are free")
+        await until(lambda: engine.block_pool.num_free == 512, "its blocks are free")
         new = engine.submit([5] * 4, greedy(30), request_id="mine")
         old.cancel()
         assert len((await collect(new)).token_ids) == 30

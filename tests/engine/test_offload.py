@@ -204,7 +204,7 @@ def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOf
         stream.cancel()
         answer = await collect(stream)
         assert answer.reason is FinishReason.ABORT
-        assert offloaded.engine.pool.num_held > 0
+        assert offloaded.engine.block_pool.num_held > 0
         again = offloaded.engine.prepare([5, 6], greedy(1), request_id="mine")
         await collect(offloaded.engine.submit_all([again]))
         assert again.request_id == "mine"
@@ -212,8 +212,8 @@ def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOf
         await until(offloaded.settled, "the load has ended")
 
     run(scenario())
-    assert offloaded.engine.pool.num_held == 0
-    assert offloaded.engine.pool.num_free == 40
+    assert offloaded.engine.block_pool.num_held == 0
+    assert offloaded.engine.block_pool.num_free == 40
 
 
 def test_closing_waits_for_transfers_and_ends_every_answer(make_offloaded: MakeOffloaded) -> None:

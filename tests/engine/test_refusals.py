@@ -108,8 +108,8 @@ def test_tiny_logs_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> Non
         engine = EmbeddedEngine(Settings.model_construct(device="cpu", device_blocks=8))
     assert "UNTRAINED" in caplog.text
     assert (engine.model.context_tokens, engine.max_model_len) == (8192, 8 * 16)
-    assert engine.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
-    assert engine.cache.block_bytes.is_contiguous()
+    assert engine.block_bytes == engine.cache.blocks.shape[1] == 32 * 1024
+    assert engine.cache.blocks.is_contiguous()
 
 
 def test_tiny_is_the_same_everywhere() -> None:

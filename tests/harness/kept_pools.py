@@ -84,7 +84,7 @@ class Kept:
     def write_invalidations(self) -> None:
         """Wait until what was queued by now is written."""
         count = self.writer.num_invalidations()
-        wait_until(lambda: self.writer.are_written(count), "invalidations are written", 30)
+        wait_until(lambda: self.writer.are_flushed(count), "invalidations are written", 30)
 
     def numbers(self) -> dict[int, int]:
         """What was recovered: slot to number."""

@@ -91,7 +91,7 @@ class GatedCopies:
             return result
         if job.direction is Direction.LOAD:
             for run in job.runs:
-                self._engine.cache.block_bytes[run.block_ids] = 77
+                self._engine.cache.blocks[run.block_ids] = 77
         return replace(result, error="spoilt by the test")
 
 
@@ -122,8 +122,8 @@ class Offloaded:
         policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
         layout = GroupLayout([GroupSpec(engine.settings.block_size, engine.block_bytes)])
-        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, cost_model=always)
-        blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]])
+        self.scheduler = OffloadScheduler(self.manager, policies, engine.block_pool, layout, cost_model=always)
+        blocks = DeviceLayout.of_tensors([[engine.cache.blocks]])
         inner: CopyEngine
         if cuda is None:
             inner = CpuCopyEngine(blocks, self.pool, engine.wake)

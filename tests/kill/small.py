@@ -279,7 +279,7 @@ class Small:
     def _wait_until_written(self) -> None:
         count = self._manager.num_invalidations()
         deadline_s = time.monotonic() + WRITE_S
-        while not self._manager.are_written(count):
+        while not self._manager.are_flushed(count):
             if time.monotonic() > deadline_s:
                 raise TimeoutError("invalidations were not written in time")
             time.sleep(0.0002)

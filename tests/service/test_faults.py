@@ -124,8 +124,8 @@ class Service(Served):
         left |= {name: requests[name] for name in ("running", "waiting_for_load")}
         left |= {f"{name} in flight": stats[name]["in_flight"] for name in ("store", "load")}
         left |= {f"open jobs of {name}": tier["open_jobs"] for name, tier in stats["tiers"].items()}
-        left |= {"open jobs": self.process.service.scheduler.snapshot().open_jobs, "held": engine.pool.num_held}
-        left["device blocks"] = engine.settings.device_blocks - engine.pool.num_free
+        left |= {"open jobs": self.process.service.scheduler.snapshot().open_jobs, "held": engine.block_pool.num_held}
+        left["device blocks"] = engine.settings.device_blocks - engine.block_pool.num_free
         left["slots"] = pool["slots"] - pool["free"] - pool["ready"] - pool["storing"]
         return {name: value for name, value in left.items() if value}
 

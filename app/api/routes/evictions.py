@@ -33,8 +33,8 @@ class Eviction(BaseModel):
     age_s: float
     idle_s: float
     hits: int
-    position: int
-    size: int
+    position: int = Field(description="place in its request, in slots")
+    size: int = Field(description="in bytes")
     request: str = Field(description="the request that stored it")
     tenant: str | None
     session: str | None = Field(description="that request's session")

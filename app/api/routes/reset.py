@@ -131,7 +131,7 @@ async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: fl
     not outlive its process.
     """
     count = manager.num_invalidations()
-    return await wait.until(lambda: manager.are_written(count), at_least_s)
+    return await wait.until(lambda: manager.are_flushed(count), at_least_s)
 
 
 async def record_open_resets(context: AdminContext) -> None:

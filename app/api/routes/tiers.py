@@ -47,7 +47,7 @@ class TierView(BaseModel):
     name: str
     enabled: bool = Field(description="whether new jobs are submitted to it")
     source: str = Field(description="`settings`, or `runtime` for a tier that was attached over HTTP")
-    health: list[str] = Field(description="why it works with restrictions, as in `/readyz`; empty if it does not")
+    health: list[str] = Field(description="what restricts it, as in `/readyz`; empty for nothing")
     counts: TierStats = Field(description="as in stats")  # type: ignore[valid-type]  # made of core's fields
     limits: dict[str, Any] = Field(
         description="those in its definition, defaults included", examples=[{"max_bytes": 1 << 30, "timeout_s": 10}]

@@ -52,7 +52,7 @@ class PagedKVCache:
             dtype=shape.dtype,
             device=device,
         )
-        self.block_bytes: Tensor = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self.blocks: Tensor = self.tensor.view(num_blocks, -1).view(torch.uint8)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
         """Write token i's key and value (`[tokens, kv_heads, head_dim]`) at `offsets[i]` of block `blocks[i]`."""

@@ -1,7 +1,8 @@
 """Facade of the embedded engine: the model with its KV cache, request submission, and attachment of offloading.
 
-To attach offloading, create a copy engine and an `OffloadScheduler` over `engine.cache.block_bytes` and `engine.pool`
-(the `DeviceView`), make the copy engine call `engine.wake` when a job has ended, and `attach` both before `start`.
+To attach offloading, create a copy engine over `engine.cache.blocks` and an `OffloadScheduler` over
+`engine.block_pool` (the `DeviceView`), make the copy engine call `engine.wake` when a job has ended, and `attach` both
+before `start`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class OutputStream:
 class EmbeddedEngine:
     """Loads the model and allocates its KV when created; serves from `start` to `close`.
 
-    Thread: any, except `submit` and `submit_all`, which the event loop calls that reads their outputs.
+    Thread: any, except `submit` and `submit_all`: the event loop on which their outputs are read.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class EmbeddedEngine:
         self.chat_tokens = min(self.model.chat_tokens or self.max_model_len, self.max_model_len)
         """Most tokens of a chat's answer when the call sets no limit."""
         self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
-        self.pool = BlockPool(settings.device_blocks)
+        self.block_pool = BlockPool(settings.device_blocks)
         self.inbox = Inbox()
         self._clock = clock
         self._timer = timer
@@ -119,7 +120,7 @@ class EmbeddedEngine:
         """Attach an offload scheduler and its copy engine, before `start`."""
         settings = self.settings
         scheduler = Scheduler(
-            self.pool, offload, settings.block_size, settings.max_batched_tokens, settings.max_running
+            self.block_pool, offload, settings.block_size, settings.max_batched_tokens, settings.max_running
         )
         runner = ModelRunner(self.model, self.cache)
         self._loop = EngineLoop(self.inbox, scheduler, runner, copies, self._clock, self._timer)

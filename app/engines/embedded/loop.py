@@ -37,9 +37,9 @@ to it would never see one succeed."""
 
 
 class Inbox:
-    """Messages of other threads to the engine thread: new requests, canceled ones, and that there is work. Thread: any.
+    """Messages of other threads to the engine thread: new requests, canceled ones, and that there is work.
 
-    It is closed until the engine starts, and once the engine stops.
+    Thread: any; `wait`, `take` and `remove`: engine. It is closed until the engine starts, and once the engine stops.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Inbox:
 
 
 class EngineLoop:
-    """The engine's step loop. Thread: engine, except for `reasons` and `errors`."""
+    """The engine's step loop. Thread: engine, except for `reasons`, `errors` and `drain_until_s`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class EngineLoop:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> float | None:
-        """Run one step. Return how long the engine may sleep before the next."""
+        """Run one step. Return how long the engine may sleep before the next; None: until a message arrives."""
         now_s = self._clock()
         self._read_inbox(now_s)
         self._scheduler.end_transfers(self._copies.poll(), now_s)
@@ -240,7 +240,7 @@ class EngineLoop:
         self._send(request, request.end(reason, error), self._clock())
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """End requests whose tokens a step did not compute."""
+        """End requests with an error, of whose blocks no more are stored."""
         self._scheduler.report_failed(requests, self._clock())
         for request in requests:
             message = f"engine error while processing this request ({type(error).__name__}); see the engine's log"
@@ -262,7 +262,7 @@ class EngineLoop:
             self._scheduler.end_transfers(self._copies.poll(), now_s)
             for job in self._scheduler.schedule(now_s).plan.jobs:
                 self._copies.submit(job)
-            num_held = self._scheduler.pool.num_held
+            num_held = self._scheduler.block_pool.num_held
             if not num_held:
                 return
             if time.monotonic() >= self.drain_until_s:

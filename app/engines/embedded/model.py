@@ -201,7 +201,7 @@ def refuse_by_config(name: str, config: Any) -> None:
 
 
 def refusal(name: str, reason: str) -> StartError:
-    """Return the error for a model that loads but that this engine does not serve."""
+    """Return the error for a model that this engine does not serve."""
     return StartError(
         f"KVFERRY_MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or "
         "sliding-window "

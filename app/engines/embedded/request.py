@@ -47,7 +47,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What a client sets for a request beside its answer. Requests share blocks only within one `cache_salt`."""
+    """What a client sets for a request besides sampling. Requests share blocks only within one `cache_salt`."""
 
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
@@ -71,7 +71,7 @@ class OutputDelta:
 
 
 class Request:
-    """A prompt and its growing answer. Created by any thread, then accessed by the engine thread only.
+    """A prompt and its growing answer. Once it is submitted, only the engine thread changes it, except `is_canceled`.
 
     Creating one takes time proportional to the prompt.
     """
@@ -148,7 +148,7 @@ class Request:
             self._num_cached_tokens = num_tokens if known is None else min(known, num_tokens)
 
     def append(self, token_id: int, is_eos: bool) -> OutputDelta:
-        """Append a sampled token; return the output for the client, and whether the answer ends."""
+        """Append a sampled token; return the output for the client, with a `finish_reason` if the answer ends."""
         self.token_ids.append(token_id)
         extend_chain(self.block_hashes, self._chain_root, self.token_ids, self._block_size)
         if is_eos and not self.sampling.ignore_eos:

@@ -30,7 +30,7 @@ from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 
 MAX_LATER_PER_STEP = 64
-"""Waiting requests that a step may pass over, so that its cost does not grow with the number of waiting ones."""
+"""Waiting requests that a step looks at beyond `max_running`: its cost does not grow with their number."""
 
 
 class Offload(Protocol):
@@ -55,14 +55,14 @@ class Chunk:
     num_new_tokens: int
 
     @property
-    def end_token(self) -> int:
+    def num_tokens_after(self) -> int:
         """Return how many tokens of the request are computed once the step has run."""
         return self.request.num_computed_tokens + self.num_new_tokens
 
     @property
     def samples(self) -> bool:
         """Return whether the chunk ends at the request's last token, so that the next one can be sampled."""
-        return self.end_token == self.request.num_tokens
+        return self.num_tokens_after == self.request.num_tokens
 
 
 @dataclass(slots=True)
@@ -90,10 +90,10 @@ class Scheduler:
     """Requests of the engine, each in exactly one of `waiting`, `loading` and `running`. Thread: engine."""
 
     def __init__(
-        self, pool: BlockPool, offload: Offload, block_size: int, max_batched_tokens: int, max_running: int
+        self, block_pool: BlockPool, offload: Offload, block_size: int, max_batched_tokens: int, max_running: int
     ) -> None:
         """Create a scheduler without requests."""
-        self.pool = pool
+        self.block_pool = block_pool
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         """Waiting requests by arrival; a preempted one is ahead of all others."""
         self.loading: dict[str, Request] = {}
@@ -120,7 +120,7 @@ class Scheduler:
         if self._continue_running(step, now_s):
             self._start_waiting(step, now_s)
         progress = [
-            StepProgress(request_id, (chunk.request.block_table,), chunk.end_token)
+            StepProgress(request_id, (chunk.request.block_table,), chunk.num_tokens_after)
             for request_id, chunk in step.chunks.items()
         ]
         # offload: in every step, also an empty one, before anything writes to the blocks that were allocated above:
@@ -147,31 +147,31 @@ class Scheduler:
         return not is_preempted
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order, until one does not fit. Pass over those whose prefix is being loaded."""
+        """Start waiting requests in order, until one does not fit. Pass over those that kvferry answers `Later`."""
         for request in list(islice(self.waiting.values(), self._max_running + MAX_LATER_PER_STEP)):
             if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self._max_running:
                 return
             # The last token is always computed: its logits are needed.
             cacheable = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
-            on_device = self.pool.find_prefix(cacheable)
-            num_hit = len(on_device) * self._block_size
+            on_device = self.block_pool.find_prefix(cacheable)
+            num_on_device = len(on_device) * self._block_size
             # offload: before blocks are allocated, because a hit needs some, and in each step until it is not `Later`.
-            answer = self._offload.match(request.request_id, num_hit, now_s)
+            answer = self._offload.match(request.request_id, num_on_device, now_s)
             if isinstance(answer, Later):
                 continue
             num_load = answer.num_tokens if isinstance(answer, Hit) else 0
-            num_new = min(request.num_tokens - num_hit - num_load, step.budget_tokens)
-            num_blocks = self._blocks_for(num_hit + num_load + num_new) - len(on_device)
-            table = self.pool.allocate(on_device, num_blocks)
+            num_new = min(request.num_tokens - num_on_device - num_load, step.budget_tokens)
+            num_blocks = self._blocks_for(num_on_device + num_load + num_new) - len(on_device)
+            table = self.block_pool.allocate(on_device, num_blocks)
             if table is None:
                 return
             del self.waiting[request.request_id]
             request.block_table = table
-            request.num_computed_tokens = num_hit
+            request.num_computed_tokens = num_on_device
             if num_load:
                 self.loading[request.request_id] = request
             else:
-                request.record_cached(num_hit)
+                request.record_cached(num_on_device)
                 self.running[request.request_id] = request
                 step.add(request, num_new)
             # offload: once the request has blocks, because the load is planned into those behind the device's own hit.
@@ -195,7 +195,7 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Record a computed chunk: the blocks that it filled can be found from now on."""
         first_block = chunk.request.num_computed_tokens // self._block_size
-        chunk.request.num_computed_tokens = chunk.end_token
+        chunk.request.num_computed_tokens = chunk.num_tokens_after
         self._register_from(first_block, chunk.request)
 
     def finish(self, request: Request, now_s: float, *, is_aborted: bool = False) -> None:
@@ -207,7 +207,7 @@ class Scheduler:
                 self._free_blocks(request)
 
     def report_failed(self, requests: Sequence[Request], now_s: float) -> None:
-        """Report requests whose tokens a step did not compute. They have to finish next."""
+        """Report requests that fail in a step. They have to finish next."""
         # offload: before they finish, so that none of the blocks that the step should have filled is stored.
         self._offload.on_step_failed([request.request_id for request in requests], now_s)
 
@@ -235,7 +235,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Allocate blocks for so many tokens of a request. Return False if too few are free."""
         num_more = self._blocks_for(num_tokens) - len(request.block_table)
-        blocks = self.pool.allocate((), max(num_more, 0))
+        blocks = self.block_pool.allocate((), max(num_more, 0))
         if blocks is None:
             return False
         request.block_table.extend(blocks)
@@ -244,10 +244,10 @@ class Scheduler:
     def _register_from(self, first_block: int, request: Request) -> None:
         """Make blocks findable from this one on, as far as they are computed or loaded."""
         for index in range(first_block, request.num_computed_tokens // self._block_size):
-            self.pool.register(request.block_table[index], request.block_hashes[index])
+            self.block_pool.register(request.block_table[index], request.block_hashes[index])
 
     def _free_blocks(self, request: Request) -> None:
-        self.pool.free(request.block_table)
+        self.block_pool.free(request.block_table)
         request.block_table = []
         request.num_computed_tokens = 0
 

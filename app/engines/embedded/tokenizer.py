@@ -91,7 +91,7 @@ class Detokenizer:
         """Tokens of the last piece."""
         self._new: list[int] = []
         """Tokens since the last piece."""
-        self._num_sent = 0
+        self._num_context_chars = 0
         """Characters of the context's text."""
 
     def push(self, token_id: int) -> str:
@@ -101,12 +101,12 @@ class Detokenizer:
         if (not piece or piece.endswith(REPLACEMENT)) and len(self._new) < MAX_HELD_TOKENS:
             return ""
         self._context, self._new = self._new, []
-        self._num_sent = len(self._tokenizer.decode(self._context))
+        self._num_context_chars = len(self._tokenizer.decode(self._context))
         return piece
 
     def flush(self) -> str:
         """Return the held text, once no token follows."""
-        return self._tokenizer.decode(self._context + self._new)[self._num_sent :]
+        return self._tokenizer.decode(self._context + self._new)[self._num_context_chars :]
 
 
 class StopScanner:
@@ -122,7 +122,7 @@ class StopScanner:
         self._held = ""
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
-        """Return the text that may be sent now, and whether a stop string ended the answer, which it `may_stop`."""
+        """Return the text that may be sent now, and whether a stop string ended the answer, if it `may_stop`."""
         return self._scan(self._detokenizer.push(token_id), may_stop)
 
     def flush(self) -> str:
@@ -133,8 +133,8 @@ class StopScanner:
     def _scan(self, piece: str, may_stop: bool) -> tuple[str, bool]:
         text = self._held + piece
         # Only those that end in the new piece: earlier ones did not stop the answer.
-        ends = [text.find(stop, max(len(self._held) - len(stop) + 1, 0)) for stop in self._stops]
-        starts = [start for start in ends if start >= 0]
+        places = [text.find(stop, max(len(self._held) - len(stop) + 1, 0)) for stop in self._stops]
+        starts = [start for start in places if start >= 0]
         if starts and may_stop:
             return text[: min(starts)], True
         num_sent = max(len(text) - self._max_held, 0)
