@@ -86,7 +86,7 @@ def flood(until_s: float, interval_s: float, block_tokens: int) -> Iterator[tupl
 def make_replay(setup: Setup, retain_s: float, fraction: float) -> Replay:
     """Return a replay whose sessions have leases."""
     found = Replay(setup)
-    found.offload.manager.operator_pins.set_max_fraction(fraction)
+    found.offload.manager.operator_pins.max_fraction = fraction
     found.offload.policies.put_rule(Rule("sessions", 0, RuleMatch(request="r*"), {"retain_s": retain_s}))
     return found
 

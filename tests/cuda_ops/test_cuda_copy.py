@@ -443,6 +443,7 @@ def test_pool_closed_under_a_copy_stays_mapped(rig: CopyRig) -> None:
 def test_pool_with_an_unregistered_extent_is_copied_one_by_one(
     make_rig: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """vllm#51080: a pool of 512 GiB could not be registered in one call."""
     cuda = FakeCuda()
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
     cuda.fail("cuMemHostRegister", ALREADY_REGISTERED, after=2)

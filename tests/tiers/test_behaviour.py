@@ -56,6 +56,7 @@ def must_return(call: Callable[[], object]) -> None:
 
 
 def test_blocks_are_found_after_a_restart_by_the_same_model_only(bench: StoreBench) -> None:
+    """LMCache#4492, vllm#49261, vllm#42125: another model of the same name found old blocks."""
     keys = keys_of(range(6))
     bench.open().store(keys)
     other = bench.open(fingerprint={"model": "other"})
@@ -84,6 +85,7 @@ def test_store_when_full_keeps_to_its_limit(limited: StoreBench) -> None:
 
 
 def test_changed_block_is_a_miss_and_can_be_stored_again(bench: StoreBench) -> None:
+    """LMCache 0.5.6: overwritten bytes in a disk block came back as a hit."""
     rig = bench.open()
     rig.store(keys_of(range(4)))
     bench.spoil(key_of(1))
@@ -149,6 +151,7 @@ def test_every_block_is_counted_once(bench: StoreBench) -> None:
 
 
 def test_hung_store_delays_no_call_and_touches_no_canceled_slot(hanging: StoreBench) -> None:
+    """dynamo#5012: storage hung on an overlay file system."""
     rig = hanging.open(timeout_s=0.2)
     keys = keys_of(range(4))
     rig.store(keys)

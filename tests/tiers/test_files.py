@@ -201,6 +201,7 @@ while True:
 
 
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(path: Path) -> None:
+    """vllm#52784: a disk tier without a limit filled the disk."""
     for _ in range(3):
         with running_script(_HOLDER, path) as (_, out):
             assert out.readline() == "[True, True, True]\n"
