@@ -24,6 +24,7 @@ from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.admission import Admission, Reservation
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
+from kvferry.core.pool.eviction.hazard import HazardPolicy
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import NO_PREFIX, BlockIndex, Prefix, hash_keys
 from kvferry.core.pool.leases import Leases
@@ -311,7 +312,7 @@ class OffloadManager:
     def unverified(self, slots: Slots) -> Slots:
         """Return those of these slots that were recovered and not verified since."""
         with self.lock:
-            return self.table.unverified_of(slots)
+            return self.table.unverified_of(slots) if self.table.num_unverified else NO_SLOTS
 
     # --- drop and reset ---------------------------------------------------------------------------------------------
 
@@ -469,7 +470,7 @@ class OffloadManager:
     @property
     def is_learning(self) -> bool:
         """Whether the eviction policy learns from all prompts, and needs the `record_*` calls below."""
-        return self.evictor.learner is not None
+        return isinstance(self.evictor.policy, HazardPolicy)
 
     def record_uses(self, keys: Sequence[Key], now_s: float, on_device: bool = False) -> None:
         """Record that a request uses these keys, in the pool or not; all are on the device, or none."""
@@ -597,8 +598,10 @@ class OffloadManager:
         table.num_ready -= count
         if table.tenants.is_limiting:
             table.tenants.remove(slots)
-        table.clear_unverified(slots)
-        self.invalidate(slots)
+        if table.num_unverified:
+            table.clear_unverified(slots)
+        if self._header_queue is not None:
+            self.invalidate(slots)
         if self.sink is not None:
             self.sink(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
 

@@ -58,7 +58,6 @@ class Cascades:
         self._peak = self._num_evicted = self._num_idle = 0
         self._examined = (-1, -1, -1)
         """The pool's versions when its next victims were examined last."""
-        manager.observe_victims = self._count_lost
 
     def submit_stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """Submit slots that were just published for some requests to every tier that any of their policies allows."""
@@ -161,6 +160,7 @@ class Cascades:
         """Submit ready slots, or record that the tier may receive them before their eviction."""
         if client.when is CascadeWhen.EVICT:
             client.record_wanted(slots, self._manager.table.last_generation)
+            self._manager.observe_victims = self._count_lost
             self._num_idle = 0
         else:
             self.submit(client, slots, now_s)

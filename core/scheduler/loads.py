@@ -113,6 +113,7 @@ class LoadPlanner:
         self.lost: list[tuple[RequestState, LoadOutcome]] = []
         """Loads that could not start, to be ended."""
         self._num_pinned = 0
+        self._bytes_in_flight = 0
         self._num_unusable = layout.alignment_tokens + layout.skipped_tokens
         """Tokens behind a hit that are too few to make it longer."""
 
@@ -127,7 +128,8 @@ class LoadPlanner:
                 return Found(first_token)
             hit = self._lookup.find(state.keys, first_token, limit)
             return Found(first_token, hit, boundary_tokens=self._lookup.find_boundary(state.keys, first_token))
-        if first_token < limit and self._inflight.must_wait(state, first_token):
+        may_follow = first_token < limit and bool(self._inflight.loaders)
+        if may_follow and self._inflight.must_wait(state, first_token):
             return Found(first_token, follows=True)
         num_pinned = self._num_pinned - (0 if load.pin is None else len(load.pin.slots))
         max_slots = max(self._manager.table.num_slots // 2, 1) - num_pinned
@@ -171,8 +173,7 @@ class LoadPlanner:
             return self._miss(state)
         if load.wanted is None:
             # Decided once until `commit`, however often the engine matches: the pin must not flicker.
-            queued_bytes = sum(job.hit.num_bytes for job in self._jobs if job.hit is not None)
-            load.wanted = self._cost_model.should_load(hit.num_bytes, queued_bytes, hit.num_tokens)
+            load.wanted = self._cost_model.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
             self.counts.declined += 0 if load.wanted else hit.num_blocks
         return Hit(hit.num_tokens) if load.wanted else self._miss(state)
 
@@ -258,7 +259,10 @@ class LoadPlanner:
             self._cost_model.bytes_rate.observe(ended.num_bytes, ended.seconds)
         else:
             self.counts.failed += num_blocks
-        if hit is None or state is None:
+        if hit is None:
+            return None
+        self._bytes_in_flight -= hit.num_bytes
+        if state is None:
             return None
         self._stop_waiting(state)
         state.load.failed |= not ok
@@ -327,6 +331,7 @@ class LoadPlanner:
         self.pending.append(job)
         self._inflight.begin(state, hit.first_token, hit.end_token)
         self.counts.in_flight += opened.num_blocks
+        self._bytes_in_flight += hit.num_bytes
 
     def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
         """Drop the slots that failed verification, and all slots if anything else failed."""

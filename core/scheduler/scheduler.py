@@ -234,14 +234,18 @@ class OffloadScheduler:
             self._fail_match(state, num_computed_tokens, error)
         with self.manager.lock:
             try:
-                state.update_policy(self.policies, now_s)
+                state.now_s = now_s
+                if state.policy_version != self.policies.version:
+                    state.update_policy(self.policies, now_s)
                 if state.trace is not None:
                     state.trace.record_lookup(now_s)
                 found = self._loads.find(state, num_computed_tokens)
             except Exception as error:  # noqa: BLE001 - raised as `RequestFailed`
                 self._fail_match(state, num_computed_tokens, error)
             result = self._loads.match(state, found)
-            state.times.record_match(now_s, is_later=isinstance(result, Later))
+            is_later = isinstance(result, Later)
+            if is_later or state.times.later_began_s is not None:
+                state.times.record_match(now_s, is_later=is_later)
             return result
 
     def exclude(self, request_id: str, hook: str, error: Exception) -> None:
@@ -302,10 +306,13 @@ class OffloadScheduler:
         # Also in eager mode, as the device keeps the blocks until they are taken.
         reused = self._device.take_allocated(self._lazy.recorded)
         with self.manager.lock:
-            self._jobs.release_unowned()
+            if self._jobs.unowned:
+                self._jobs.release_unowned()
             self._expire(now_s)
-            self._prefills.end_step(now_s)
-            self._stores.end_disowned(now_s)
+            if self._prefills.planned or self._prefills.last_step is not None:
+                self._prefills.end_step(now_s)
+            if self._stores.parts:
+                self._stores.end_disowned(now_s)
             if self._stores.reorderings:
                 self._stores.continue_reordering()
         if reused:
@@ -353,11 +360,13 @@ class OffloadScheduler:
         with self.manager.lock:
             for result in results:
                 self._jobs.report(result)
-            self._jobs.release_unowned()
+            if self._jobs.unowned:
+                self._jobs.release_unowned()
             if has_tiers:
                 self.tiers.process_results(now_s)
                 self._promotions.advance(now_s)
-            outcomes += self._loads.end_lost()
+            if self._loads.lost:
+                outcomes += self._loads.end_lost()
             for ended in self._jobs.take_ended():
                 if ended.is_disowned:
                     self._end_disowned(ended)
@@ -489,7 +498,8 @@ class OffloadScheduler:
             self._counts.waiting_for_load = sum(state.phase is RequestPhase.LOADING for state in self.requests)
             counters.open_jobs = len(self._jobs)
             counters.balance.prefill_tokens_per_s = None if token_s is None else 1 / token_s
-            counters.tiers = self.tiers.stats()
+            if self.tiers.clients or counters.tiers:
+                counters.tiers = self.tiers.stats()
             return read(counters)
 
     def expire(self, now_s: float) -> None:
@@ -547,8 +557,10 @@ class OffloadScheduler:
         raise RequestFailed from error
 
     def _expire(self, now_s: float) -> None:
-        self.policies.expire(now_s)
-        self.manager.operator_pins.expire(now_s)
+        if self.policies.expiries.next_s <= now_s:
+            self.policies.expire(now_s)
+        if self.manager.operator_pins.expiries.next_s <= now_s:
+            self.manager.operator_pins.expire(now_s)
         if self.manager.leases.next_s <= now_s:
             self.manager.leases.expire(now_s)
 
@@ -573,7 +585,8 @@ class OffloadScheduler:
             if state.is_offloaded and self._lookup.seen is not None:
                 self._lookup.record_computed(state.keys, state.num_computed_tokens, step.num_computed_tokens)
             state.phase = RequestPhase.RUNNING
-            state.times.end_load(now_s)
+            if state.times.load_began_s is not None:
+                state.times.end_load(now_s)
             self._update_tables(state, step.block_ids)
             state.num_computed_tokens = step.num_computed_tokens
             if not state.prefill.counted:

@@ -53,7 +53,7 @@ class StorePlanner:
             before, decided = decided, [(each.num_decided, each.num_recorded) for each in state.storing]
             if decided == before:
                 return
-            state.update_policy(self._policies, now_s)
+            self._update_policy(state, now_s)
             max_batches -= 1
             yield self._plan_batch(state)
 
@@ -69,6 +69,11 @@ class StorePlanner:
     def _has_undecided(self, state: RequestState) -> bool:
         """Return whether full slots of a request are undecided."""
         return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing)
+
+    def _update_policy(self, state: RequestState, now_s: float) -> None:
+        state.now_s = now_s
+        if state.policy_version != self._policies.version:
+            state.update_policy(self._policies, now_s)
 
     def _plan_batch(self, state: RequestState) -> float:
         """Decide a bounded number of full slots, and return their share in the work of one hold."""
@@ -90,7 +95,7 @@ class StorePlanner:
 
     def plan_rest(self, state: RequestState, now_s: float) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
-        state.update_policy(self._policies, now_s)
+        self._update_policy(state, now_s)
         for progress in state.storing:
             if progress.output_start is not None:
                 self._reopen(state, progress, progress.output_start)
