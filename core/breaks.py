@@ -215,12 +215,17 @@ class _Prompt:
             prompt = prompt.parent
         return prompt
 
-    def num_common(self, marks: frozenset[int], first_token: int) -> int:
-        """Return how many of these marks it has from a token on."""
-        prompt, count = self, len(marks.intersection(self.marks))
-        while first_token < prompt.first_token and prompt.parent is not None:
-            prompt = prompt.parent
-            count += len(marks.intersection(prompt.marks))
+    def num_common(self, marks: frozenset[int], first_token: int, counts: dict[_Prompt, int]) -> int:
+        """Return how many of these marks it has from a token on; `counts` are those of others for the same marks."""
+        own: list[_Prompt] = []
+        prompt: _Prompt | None = self
+        while prompt is not None and prompt not in counts:
+            own.append(prompt)
+            prompt = prompt.parent if first_token < prompt.first_token else None
+        count = 0 if prompt is None else counts[prompt]
+        for each in reversed(own):
+            count += len(marks.intersection(each.marks))
+            counts[each] = count
         return count
 
     def tokens(self, first_token: int) -> Tokens:
@@ -363,8 +368,8 @@ class Breaks:
         numbers += [number for number, _ in brought.most_common(LATEST_PROMPTS)]
         prompts = map(self._prompt, numbers)
         begun = [each for each in prompts if each is not None and self._has_prefix(each, place)]
-        marks = frozenset(prompt.marks)
-        common = {each: each.num_common(marks, place.shared_tokens) for each in (*begun, *self._latest(place))}
+        marks, counts = frozenset(prompt.marks), dict[_Prompt, int]()
+        common = {each: each.num_common(marks, place.shared_tokens, counts) for each in (*begun, *self._latest(place))}
         return sorted(filter(common.get, common), key=lambda each: -common[each])[:ALIGNED_PARTNERS]
 
     def _has_prefix(self, prompt: _Prompt, place: _Place) -> bool:
