@@ -30,7 +30,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store(list(range(8)), list(range(8)), 1)
         kept.headers.begin(kept.label([20], [5], 2))
@@ -82,7 +82,7 @@ def test_pool_inspect_of_damaged_or_cut_pools_exits_1(pool: Path, capsys: pytest
 
 
 def test_pool_inspect_of_a_pool_in_use_names_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1], [1], 1)
         assert main(["pool", "inspect", str(path), "--json"]) == 0
@@ -95,7 +95,7 @@ def test_pool_inspect_of_a_pool_in_use_names_its_process(tmp_path: Path, capsys:
 
 def test_pool_inspect_while_the_pool_shrinks_does_not_crash(tmp_path: Path) -> None:
     """To read a mapping behind the end of its file is death without a word."""
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store(list(range(12)), list(range(12)), 1)
         seen = inspect_pool(path)
@@ -107,7 +107,7 @@ def test_pool_inspect_while_the_pool_shrinks_does_not_crash(tmp_path: Path) -> N
 def test_pool_inspect_of_a_folder_names_its_pools(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """POOL_PATH is the folder."""
     assert main(["pool", "inspect", str(pool.parent)]) == 1
-    assert "is a folder: name a pool in it, such as engine.block_pool" in capsys.readouterr().err.replace("\n", " ")
+    assert "is a folder: name a pool in it, such as engine.pool" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_pool_inspect_of_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

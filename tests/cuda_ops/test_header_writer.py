@@ -66,7 +66,7 @@ def on_other_pages(generation: int) -> SlotLabels:
 
 
 def test_an_offer_that_evicts_touches_no_page_of_the_file(tmp_path: Path) -> None:
-    with attached(tmp_path / "engine.block_pool", SHAPE) as kept:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
         manager = full_manager(kept.writer)
         keys = [key_of(1_000_000 + number) for number in range(VICTIMS)]
         taken = faults_on_headers(
@@ -81,7 +81,7 @@ def test_an_offer_that_evicts_touches_no_page_of_the_file(tmp_path: Path) -> Non
 
 
 def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
-    with attached(tmp_path / "engine.block_pool", SHAPE) as kept:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
         blocks, labels = np.zeros((VICTIMS, 8), dtype=np.uint8), on_other_pages(1)
         gate = threading.Event()
 
@@ -100,7 +100,7 @@ def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> None:
-    with attached(tmp_path / "engine.block_pool", SHAPE) as kept:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
         copies = kept.copies(np.zeros((1, 8), dtype=np.uint8))
         kept.writer.seal_with(copies)
         labels = on_other_pages(1)
@@ -119,7 +119,7 @@ def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> N
 
 
 def test_a_late_invalidation_leaves_the_next_block_of_the_slot_alone(tmp_path: Path) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1, 2], [0, 1], 1)
     with attached(path, is_started=False) as kept:
@@ -131,7 +131,7 @@ def test_a_late_invalidation_leaves_the_next_block_of_the_slot_alone(tmp_path: P
 
 
 def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path: Path) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1, 2, 3], [0, 1, 2], 1)
     with attached(path, is_started=False) as kept:
@@ -147,7 +147,7 @@ def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path
 
 def test_queued_invalidations_take_one_entry_a_slot(tmp_path: Path) -> None:
     slots = np.arange(0, SHAPE.num_slots, 7)
-    with attached(tmp_path / "engine.block_pool", SHAPE, is_started=False) as kept:
+    with attached(tmp_path / "engine.pool", SHAPE, is_started=False) as kept:
         kept.writer.invalidate(slots, np.full(len(slots), 1))
         tracemalloc.start()
         try:
@@ -169,7 +169,7 @@ def test_queued_invalidations_take_one_entry_a_slot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["reset", "drop"])
 def test_invalidation_that_is_waited_for_is_on_the_disk(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1, 2, 3], [0, 1, 2], 1)
         kept.file.flush_invalidations()
@@ -186,7 +186,7 @@ def test_invalidation_that_is_waited_for_is_on_the_disk(tmp_path: Path, what: st
 def test_invalidations_are_written_in_queue_order(tmp_path: Path) -> None:
     count = 3 * ROUND_SLOTS
     shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
-    with attached(tmp_path / "engine.block_pool", shape, is_started=False) as kept:
+    with attached(tmp_path / "engine.pool", shape, is_started=False) as kept:
         for start in range(0, count, 64):
             kept.writer.invalidate(np.arange(start, start + 64), np.full(64, 1))
         ticket = kept.writer.num_invalidations()
@@ -202,7 +202,7 @@ def test_invalidations_are_written_in_queue_order(tmp_path: Path) -> None:
 def test_dead_invalidation_thread_is_a_problem_until_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with attached(tmp_path / "engine.block_pool") as kept:
+    with attached(tmp_path / "engine.pool") as kept:
         assert kept.writer.problem() is None
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         monkeypatch.setattr(kept.file, "write_min_epoch", lambda epoch: sys.exit(1))
@@ -222,7 +222,7 @@ def test_dead_invalidation_thread_is_a_problem_until_restarted(
 def test_invalidation_when_collecting_it_fails_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1, 2, 3], [0, 1, 2], 1)
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -240,7 +240,7 @@ def test_invalidation_when_collecting_it_fails_is_written_later(
 
 
 def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -> None:
-    path = tmp_path / "engine.block_pool"
+    path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1], [0], 1)
         copies = kept.copies(np.stack([bytes_of(7), bytes_of(8)]), before=kept.headers.before_copy)
@@ -272,5 +272,5 @@ def test_use_of_a_truncated_pool_is_refused_without_a_crash(tmp_path: Path, left
         "        except PoolTruncated: refused += 1\n"
         "    kept.pool.remove_extents(1); kept.file.record_boot(); print(refused, os.stat(path).st_size)"
     )
-    ended = run_script(code, tmp_path / "engine.block_pool", left_bytes)
+    ended = run_script(code, tmp_path / "engine.pool", left_bytes)
     assert (ended.returncode, ended.stdout.split()) == (0, ["2", str(left_bytes)]), ended.stderr

@@ -45,7 +45,7 @@ EXPECTED = dict(zip(SLOTS, NUMBERS, strict=True))
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "engine.block_pool"
+    return tmp_path / "engine.pool"
 
 
 @pytest.fixture
