@@ -119,8 +119,8 @@ class HookTimer:
 class GuardedCopies:
     """Calls of a `CopyEngine` by the engine thread: they do not raise, and every job ends once.
 
-    A job whose `submit` raised, or that was open when `poll` raised, has failed if it has ended and the next `poll` has
-    no result of it. Thread: engine.
+    A job that `submit` refused has failed. If `poll` raises, or it is unknown whether `submit` refused a job, jobs that
+    have ended and are not in the results of the next call have failed. Thread: engine.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GuardedCopies:
         self._worker = worker
         self._open: set[int] = set()
         self._doubtful: set[int] = set()
-        """Open jobs that may end without a result."""
+        self._refused: list[TransferResult] = []
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -150,18 +150,22 @@ class GuardedCopies:
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         with self._hook_timer:
+            refused, self._refused = self._refused, []
             # Checked before `poll`: a job that ends after this is in the next call's results.
             ended = {job_id for job_id in self._doubtful if self._has_ended(job_id)}
+            polled: list[TransferResult] = []
             try:
-                results = self._inner.poll()
+                polled = self._inner.poll()
             except Exception as error:  # noqa: BLE001 - its results are looked for at the next call
                 self._record_error("poll of the copy engine", error)
                 self._doubtful = set(self._open)
-                return []
-            lost = sorted(ended - {result.job_id for result in results})
-            failed = [TransferResult(job_id, self._worker, error="refused, or its result is lost") for job_id in lost]
-            results = [*results, *failed]
-            self._open.difference_update(result.job_id for result in results)
+            else:
+                self._doubtful -= ended
+            results = [one for one in (*refused, *polled) if one.job_id in self._open]
+            lost = ended - {one.job_id for one in results}
+            results += [self._failed(job_id, "its result is lost") for job_id in sorted(lost)]
+            for one in results:
+                self._open.discard(one.job_id)
             self._doubtful &= self._open
             return results
 
@@ -172,7 +176,10 @@ class GuardedCopies:
                 submit(job)
             except Exception as error:  # noqa: BLE001 - reported as the job's result
                 self._record_error("submit of the copy engine", error)
-                self._doubtful.add(job.job_id)
+                if self._has_ended(job.job_id):
+                    self._refused.append(self._failed(job.job_id, f"not submitted: {_text_of(error)}"))
+                else:
+                    self._doubtful.add(job.job_id)
 
     def _has_ended(self, job_id: int) -> bool:
         try:
@@ -180,3 +187,6 @@ class GuardedCopies:
         except Exception as error:  # noqa: BLE001 - checked again at the next call
             self._record_error("wait of the copy engine", error)
             return False
+
+    def _failed(self, job_id: int, error: str) -> TransferResult:
+        return TransferResult(job_id, self._worker, error=error)
