@@ -139,11 +139,14 @@ class PoolResize:
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
-        table = self._manager.table
-        with self._manager.changing:
+        manager, table = self._manager, self._manager.table
+        plan = plan_size(manager, wanted)
+        with manager.changing:
+            replaced = plan()
             # Slots from this one on are not allocated any more. Free ones count until they are retired.
             table.num_slots = wanted
-        self._resize_columns(wanted)
+        del replaced
+        self._planned_slots = wanted
         self._since_s = now_s
         self._scan_again(wanted, table.end_slot)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import tenant_functions
+from kvferry.core.pool.slots import SlotState
 from kvferry.core.pool.tenants import Limit
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -19,15 +19,14 @@ class TenantLimits:
     """Limits of a manager's tenants. One thread calls `step`; other methods may be called from any thread.
 
     Acquires the manager lock. A block takes a whole slot of the pool, so that a limit holds `max_bytes // slot_bytes`
-    blocks. A tenant that has more when it gets its first limit stores nothing until `step` has put its blocks in the
-    order in which they are evicted.
+    blocks. The first limit of a tenant that has blocks takes effect once `step` has put them in the order in which they
+    are evicted.
     """
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager
         self._batch_slots = manager.table.batch_slots
-        self.default_bytes: int | None = None
-        """Bytes that each tenant without a limit of its own may have in the pool; None is no limit."""
+        self._default_bytes: int | None = None
         self._own_bytes: dict[str, int | None] = {}
         self._version = 0
         """Version of the limits that queues were completed for, or are being completed."""
@@ -38,22 +37,29 @@ class TenantLimits:
 
     # --- limits -------------------------------------------------------------------------------------------------
 
+    @property
+    def default_bytes(self) -> int | None:
+        """Bytes that each tenant without a limit of its own may have in the pool; None is no limit."""
+        return self._default_bytes
+
     def set_default(self, max_bytes: int | None) -> None:
         """Set the limit of tenants without one of their own; None is no limit."""
-        if max_bytes == self.default_bytes:
+        if max_bytes == self._default_bytes:
             return
-        # Compiled without the lock.
-        tenant_functions()
+        self._prepare(max_bytes)
         with self._manager.lock:
-            self.default_bytes = max_bytes
-            self._manager.table.tenants.set_default(self._to_slots(max_bytes))
+            self._default_bytes = max_bytes
+            if self._manager.table.tenants.is_limiting:
+                self._manager.table.tenants.set_default(self._to_slots(max_bytes))
+                self._changed()
 
     def set_limit(self, tenant: str, max_bytes: int | None) -> None:
         """Set a tenant's own limit, which holds in place of the default; None is no limit."""
-        tenant_functions()
+        self._prepare(max_bytes)
         with self._manager.lock:
             self._own_bytes[tenant] = max_bytes
             self._manager.table.tenants.set_limit(tenant, self._to_slots(max_bytes))
+            self._changed()
 
     def unset_limit(self, tenant: str) -> bool:
         """Remove a tenant's own limit. Returns False if it has none."""
@@ -62,6 +68,7 @@ class TenantLimits:
                 return False
             del self._own_bytes[tenant]
             self._manager.table.tenants.unset_limit(tenant)
+            self._changed()
             return True
 
     def own_limits(self) -> dict[str, int | None]:
@@ -98,17 +105,26 @@ class TenantLimits:
             return True
         with self._manager.lock:
             is_queued, self._version = self._version == tenants.version, tenants.version
+            if is_queued:
+                tenants.activate()
         if not is_queued:
             self._scan_from = 0
             return True
         return self._trim(now_s)
+
+    def _changed(self) -> None:
+        """Let limits that were set take effect at once in a pool without blocks."""
+        table = self._manager.table
+        if not table.num_ready:
+            table.tenants.activate()
 
     def _find_unqueued(self, start: int) -> None:
         """Find the blocks of one batch of slots that have been in the pool since before their tenants were limited."""
         table = self._manager.table
         end = min(start + self._batch_slots, table.end_slot)
         with self._manager.lock:
-            slots = table.tenants.unqueued(table.ready_in(start, end))
+            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
+            slots = table.tenants.unqueued(ready)
             used_s = np.maximum(table.stored_s[slots], table.hit_s[slots])
             positions = table.positions[slots]
         if len(slots):
@@ -142,6 +158,13 @@ class TenantLimits:
                     return True
             self._next_number = end if end < len(tenants.names) else 0
         return self._next_number > 0
+
+    def _prepare(self, max_bytes: int | None) -> None:
+        tenants = self._manager.table.tenants
+        if max_bytes is not None and not tenants.is_limiting:
+            links = tenants.prepare_queues()
+            with self._manager.lock:
+                tenants.begin_limiting(links)
 
     def _to_slots(self, max_bytes: int | None) -> Limit:
         return None if max_bytes is None else max_bytes // self._manager.slot_bytes

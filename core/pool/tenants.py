@@ -40,7 +40,7 @@ Limit = int | None
 
 
 class TenantTable:
-    """Slots in use by tenant, and limits. Requires: manager lock held.
+    """Slots in use by tenant, and limits. Requires: manager lock held, except for `prepare_queues`.
 
     A tenant has a number as long as it has slots; 0 is for all requests without a tenant, which have no limit. Counts
     and queues of an older epoch are empty, which makes a reset O(1).
@@ -61,12 +61,13 @@ class TenantTable:
         """Whether there has been a limit, so that queues are kept."""
         self.version = 0
         """Raised by each change of limits."""
-        self._links: NDArray[np.int32] = aligned_zeros(2 * len(records), _NUMBER).reshape(-1, 2)
-        """Neighbors in queues; the memory takes none until it is used."""
+        self._links: NDArray[np.int32] = np.zeros((0, 2), dtype=_NUMBER)
         self._numbers: dict[str | None, int] = {None: 0}
         self._unused: list[int] = []
         self._next_released = 1
-        self._limits: dict[str, Limit] = {}
+        self._wanted: dict[str, Limit] = {}
+        self._active: dict[str, Limit] = {}
+        """Those limits of tenants that are in effect: of a tenant that had none, once its candidates are queued."""
         self._default: Limit = None
 
     # --- slots in use -------------------------------------------------------------------------------------------
@@ -119,27 +120,43 @@ class TenantTable:
 
     # --- limits -------------------------------------------------------------------------------------------------
 
+    def prepare_queues(self) -> NDArray[np.int32]:
+        """Return the memory of the queues, which takes none until it is used. Requires: no lock held."""
+        tenant_functions()
+        return self._links if self.is_limiting else aligned_zeros(2 * len(self._records), _NUMBER).reshape(-1, 2)
+
+    def begin_limiting(self, links: NDArray[np.int32]) -> None:
+        """Keep queues from now on, in the memory that `prepare_queues` has returned."""
+        if not self.is_limiting:
+            self._links, self.is_limiting = links, True
+
     def set_limit(self, tenant: str, limit: Limit) -> None:
-        """Set the limit of one tenant, in place of the default."""
-        self.is_limiting |= limit is not None
-        self._limits[tenant] = limit
+        """Set the limit of one tenant, in place of the default. Requires: queues are kept."""
+        self._wanted[tenant] = limit
         self._limit_changed(tenant)
 
     def unset_limit(self, tenant: str) -> None:
         """Let the default apply to a tenant."""
-        self._limits.pop(tenant, None)
+        self._wanted.pop(tenant, None)
         self._limit_changed(tenant)
 
     def set_default(self, limit: Limit) -> None:
-        """Set the limit of every tenant that has none of its own."""
-        self.is_limiting |= limit is not None
-        self._default = limit
+        """Set the limit of every tenant that has none of its own. Requires: queues are kept."""
         self.rows[0, TENANT_LIMIT] = _to_column(limit)
+        if limit is None or self._default is not None:
+            self._default = limit
         self.version += 1
 
+    def activate(self) -> None:
+        """Let all limits that were set take effect. Requires: all candidates of limited tenants are queued."""
+        self._active = dict(self._wanted)
+        self._default = _from_column(int(self.rows[0, TENANT_LIMIT]))
+
     def limit_of(self, tenant: str | None) -> Limit:
-        """Return the limit of a tenant."""
-        return None if tenant is None else self._limits.get(tenant, self._default)
+        """Return the limit of a tenant that is in effect."""
+        if tenant is None:
+            return None
+        return self._active.get(tenant, self._default)
 
     def num_left(self, tenant: str | None) -> int | None:
         """Return how many more slots a tenant may use; None without a limit."""
@@ -242,14 +259,23 @@ class TenantTable:
         number = self._numbers.get(tenant)
         if number is not None:
             self.rows[number, TENANT_LIMIT] = self._column_of(tenant)
+        is_unlimited = tenant in self._wanted and self._wanted[tenant] is None
+        if is_unlimited or self.limit_of(tenant) is not None:
+            self._active.pop(tenant, None)
+            if tenant in self._wanted:
+                self._active[tenant] = self._wanted[tenant]
 
     def _limit_columns(self, columns: NDArray[np.int32]) -> NDArray[np.int32]:
         """Replace `AS_DEFAULT` by the default."""
         return np.where(columns == AS_DEFAULT, self.rows[0, TENANT_LIMIT], columns)
 
     def _column_of(self, tenant: str | None) -> int:
-        return _to_column(self._limits[tenant]) if tenant in self._limits else AS_DEFAULT
+        return _to_column(self._wanted[tenant]) if tenant in self._wanted else AS_DEFAULT
 
 
 def _to_column(limit: Limit) -> int:
     return UNLIMITED if limit is None else min(limit, _MAX_LIMIT) + 1
+
+
+def _from_column(value: int) -> Limit:
+    return None if value == UNLIMITED else value - 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ _BATCH_BYTES = 64 << 20
 _MAX_JOBS = 2
 """Open jobs of a flush: the tier has work while the next batch is chosen."""
 _MAX_TRIES = 3
-"""Passes over what was not stored, and jobs in a row without a stored block after which a flush fails."""
+"""Tries of a block, and jobs in a row without a stored block after which a flush fails."""
 _FIRST_SHARE = 8
 """A tier with a limit and no block, so that the space of one is not known, is given this part of its limit at first."""
 
@@ -74,6 +73,14 @@ class FlushBlocks(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class FlushBatch:
+    """Blocks that are submitted together, and how often they were tried before."""
+
+    blocks: FlushBlocks
+    num_tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Flush:
     """One flush of one tier. It changes under the manager lock."""
 
@@ -84,17 +91,16 @@ class Flush:
     reason: str | None = None
     """Why it failed, or why it left blocks out."""
     ended_s: float | None = None
-    num_blocks: int = 0
-    """Blocks that it was to copy."""
     blocks: FlushBlocks = FlushBlocks()  # noqa: RUF009 - immutable
-    """Those of them that are still to be taken in this pass, in this order."""
-    not_stored: list[FlushBlocks] = field(default_factory=list)
-    """What was taken in this pass and was not stored."""
-    num_passes: int = 1
+    """What it copies, in this order."""
     num_stored: int = 0
     """Blocks that the tier has, those included that it had already."""
     num_left: int = 0
     """Blocks that are not copied: they have left the pool, are corrupt, were not stored, or do not fit."""
+    num_taken: int = 0
+    """Blocks of `blocks` that were in a batch."""
+    repeated: list[FlushBatch] = field(default_factory=list)
+    """What was not stored, and is tried again."""
     num_jobs: int = 0
     num_held: int = 0
     """Slots of batches that were taken and have not ended."""
@@ -105,6 +111,11 @@ class Flush:
     def is_running(self) -> bool:
         """Whether blocks are to be submitted, or are under way."""
         return self.state is FlushState.RUNNING
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that it was to copy."""
+        return len(self.blocks.slots)
 
 
 class Flushes:
@@ -180,22 +191,24 @@ class Flushes:
 
         Acquires the manager lock for each batch of slots.
         """
+        allowed: dict[RequestIdentity, bool] = {}
 
-        @cache
         def may_copy(origin: RequestIdentity) -> bool:
-            names = names_of(origin) if flush.match.matches_names(origin) else ()
-            return names is None or flush.client.name in names
+            if origin not in allowed:
+                names = names_of(origin) if flush.match.matches_names(origin) else ()
+                allowed[origin] = names is None or flush.client.name in names
+            return allowed[origin]
 
         table = self._manager.table
         parts = [self._read(start, flush, may_copy) for start in range(0, table.end_slot, table.batch_slots)]
-        blocks = _join(parts)
+        blocks = FlushBlocks(*map(np.concatenate, zip(*parts, strict=True)))
         order = np.lexsort((-blocks.used_s, blocks.tokens))
         with self._manager.lock:
             max_bytes = flush.client.counts()[0].max_bytes
             if max_bytes:
                 order = order[: int(np.searchsorted(np.cumsum(blocks.sizes[order]), max_bytes, side="right"))]
             if flush.is_running:
-                flush.blocks, flush.num_blocks = blocks.select(order), len(order)
+                flush.blocks = blocks.select(order)
             return flush.num_blocks
 
     def _read(self, start: int, flush: Flush, may_copy: Callable[[RequestIdentity], bool]) -> FlushBlocks:
@@ -219,7 +232,7 @@ class Flushes:
 
     # --- work of the driver -----------------------------------------------------------------------------------------
 
-    def take(self, flush: Flush, now_s: float) -> FlushBlocks | None:
+    def take(self, flush: Flush, now_s: float) -> FlushBatch | None:
         """Return the next batch, which `submit` must be called with; None if there is none now.
 
         Ends the flush if the tier cannot be used any more, and if nothing is left to submit or under way.
@@ -238,23 +251,17 @@ class Flushes:
             num_fitting = self._num_fitting(flush)
             if num_fitting <= 0 and not num_open:
                 flush.reason = f"tier {flush.client.name} is full: its max_bytes is reached"
-                flush.num_left = flush.num_blocks - flush.num_stored
+                flush.num_left += flush.num_blocks - flush.num_stored - flush.num_left
                 self._end(flush, FlushState.DONE, now_s, flush.reason)
                 return None
-            if not len(flush.blocks.slots) and not num_open:
-                if not flush.not_stored:
-                    self._end(flush, FlushState.DONE, now_s, None)
-                    return None
-                flush.blocks = _join(flush.not_stored)
-                flush.not_stored.clear()
-                flush.num_passes += 1
-            max_blocks = min(_BATCH_BLOCKS, self.max_held - self.num_held, self._cascades.num_allowed, num_fitting)
-            ends = np.cumsum(flush.blocks.sizes[: max(max_blocks, 0)])
-            if num_open >= _MAX_JOBS or not len(ends):
+            max_blocks = min(_BATCH_BLOCKS, self.max_held - self.num_held, num_fitting)
+            if num_open >= _MAX_JOBS or max_blocks <= 0:
                 return None
-            count = max(int(np.searchsorted(ends, _BATCH_BYTES, side="right")), 1)
-            batch, flush.blocks = flush.blocks.select(slice(count)), flush.blocks.select(slice(count, None))
-            flush.num_held += count
+            batch = self._next_batch(flush, max_blocks)
+            if batch is not None:
+                flush.num_held += len(batch.blocks.slots)
+            elif not num_open:
+                self._end(flush, FlushState.DONE, now_s, None)
             return batch
 
     def _num_fitting(self, flush: Flush) -> int:
@@ -267,44 +274,65 @@ class Flushes:
             return 0 if flush.num_jobs else max(share, 1)
         return int(counts.max_bytes * counts.blocks / max(counts.bytes, 1)) - flush.num_stored - flush.num_held
 
-    def unverified(self, batch: FlushBlocks) -> Slots:
+    def _next_batch(self, flush: Flush, max_blocks: int) -> FlushBatch | None:
+        if flush.repeated:
+            batch = flush.repeated.pop(0)
+            rest = batch.blocks.select(slice(max_blocks, None))
+            if len(rest.slots):
+                flush.repeated.insert(0, FlushBatch(rest, batch.num_tries))
+            return FlushBatch(batch.blocks.select(slice(max_blocks)), batch.num_tries)
+        start = flush.num_taken
+        ends = np.cumsum(flush.blocks.sizes[start : start + max_blocks])
+        count = max(int(np.searchsorted(ends, _BATCH_BYTES, side="right")), min(1, len(ends)))
+        flush.num_taken += count
+        return FlushBatch(flush.blocks.select(slice(start, start + count))) if count else None
+
+    def unverified(self, batch: FlushBatch) -> Slots:
         """Return those of a batch's slots that were recovered and not verified since."""
         with self._manager.lock:
-            return self._manager.unverified(batch.select(self._are_here(batch)).slots)
+            return self._manager.unverified(batch.blocks.select(self._are_here(batch.blocks)).slots)
 
-    def submit(self, flush: Flush, batch: FlushBlocks, now_s: float) -> None:
+    def submit(self, flush: Flush, batch: FlushBatch, now_s: float) -> None:
         """Submit a batch to the tier. Blocks that have left the pool or are unverified are left out."""
-        manager = self._manager
+        manager, cascades, blocks = self._manager, self._cascades, batch.blocks
         with manager.lock:
-            flush.num_held -= len(batch.slots)
+            flush.num_held -= len(blocks.slots)
             if not flush.is_running:
                 self._forget_ended(flush)
                 return
-            here = batch.select(self._are_here(batch))
-            blocks = here.select(~np.isin(here.slots, manager.unverified(here.slots)))
-            flush.num_left += len(batch.slots) - len(blocks.slots)
+            here = blocks.select(self._are_here(blocks))
+            here = here.select(~np.isin(here.slots, manager.unverified(here.slots)))
+            flush.num_left += len(blocks.slots) - len(here.slots)
+            blocks = here.select(slice(cascades.num_allowed))
+            rest = here.select(slice(cascades.num_allowed, None))
+            if len(rest.slots):
+                # Other cascades hold enough of the pool.
+                flush.repeated.insert(0, FlushBatch(rest, batch.num_tries))
             if not len(blocks.slots):
                 return
             flush.num_jobs += 1
             flush.num_held += len(blocks.slots)
 
             def end(stored: NDArray[np.bool_] | None) -> None:
-                self._end_job(flush, blocks, NO_SLOTS if stored is None else submitted[stored])
+                self._end_job(flush, FlushBatch(blocks, batch.num_tries + 1), stored)
 
-            submitted = self._cascades.submit(flush.client, blocks.slots, now_s, end, AfterPin.UNCHANGED)
-            if not len(submitted):
+            if not len(cascades.submit(flush.client, blocks.slots, now_s, end, AfterPin.UNCHANGED)):
                 end(None)
 
-    def _end_job(self, flush: Flush, blocks: FlushBlocks, stored: Slots) -> None:
+    def _end_job(self, flush: Flush, batch: FlushBatch, ok: NDArray[np.bool_] | None) -> None:
         """Count the blocks of a job that has ended, and have those tried again that were not stored."""
+        count = len(batch.blocks.slots)
         flush.num_jobs -= 1
-        flush.num_held -= len(blocks.slots)
-        flush.num_stored += len(stored)
-        flush.num_failing = 0 if len(stored) else flush.num_failing + 1
-        failed = blocks.select(~np.isin(blocks.slots, stored))
+        flush.num_held -= count
+        if ok is None or len(ok) != count:
+            ok = np.zeros(count, dtype=np.bool_)
+        num_stored = int(np.count_nonzero(ok))
+        flush.num_stored += num_stored
+        flush.num_failing = 0 if num_stored else flush.num_failing + 1
+        failed = batch.blocks.select(~ok)
         if flush.is_running and len(failed.slots):
-            if flush.num_passes < _MAX_TRIES:
-                flush.not_stored.append(failed)
+            if batch.num_tries < _MAX_TRIES:
+                flush.repeated.append(FlushBatch(failed, batch.num_tries))
             else:
                 flush.num_left += len(failed.slots)
         self._forget_ended(flush)
@@ -352,13 +380,9 @@ class Flushes:
     def _end(self, flush: Flush, state: FlushState, now_s: float, reason: str | None) -> None:
         if flush.is_running:
             flush.state, flush.ended_s, flush.reason = state, now_s, reason
-            flush.not_stored.clear()
+            flush.repeated.clear()
             self._forget_ended(flush)
 
     def _forget_ended(self, flush: Flush) -> None:
         if not flush.is_running and not flush.num_held and flush in self._holding:
             self._holding.remove(flush)
-
-
-def _join(parts: Sequence[FlushBlocks]) -> FlushBlocks:
-    return FlushBlocks(*map(np.concatenate, zip(*parts, strict=True)))

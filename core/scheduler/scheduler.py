@@ -266,7 +266,7 @@ class OffloadScheduler:
         """
         with self.manager.lock:
             state = self.requests.live.get(request_id)
-            return 0 if state is None else state.load.boundary_tokens
+            return state.load.boundary_tokens if state is not None and state.is_offloaded else 0
 
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
         """Load the first `num_loaded_tokens` tokens of the hit into the request's allocated blocks.

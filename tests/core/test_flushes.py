@@ -249,12 +249,12 @@ def under_way(num_blocks: int = 20, **options) -> tuple[ToyEngine, ToyTier, Flus
     [(None, None), (None, [HOST]), (None, ["disk"]), (RequestFilter(request="other"), None), (ANY, None)],
 )
 def test_reset_during_a_flush_ends_it(match: RequestFilter | None, places: Sequence[str] | None) -> None:
-    engine, _, flush = under_way()
-    num_left = len(flush.blocks.slots)
+    engine, tier, flush = under_way()
+    num_given = len(tier._open) and flush.num_taken
     engine.reset(match, places)
     assert (flush.state, flush.is_running) == (FlushState.RESET, False)
     drive(engine, flush)
-    assert len(flush.blocks.slots) == num_left, "nothing is submitted after the reset"
+    assert flush.num_taken == num_given, "nothing is submitted after the reset"
     engine.check_idle()
     assert flushed(engine).state is FlushState.DONE
 
@@ -276,7 +276,7 @@ def test_flush_that_is_canceled_submits_nothing_more() -> None:
     assert not flushes.cancel(flush, engine.now_s)
     drive(engine, flush)
     assert flush.state is FlushState.CANCELED
-    assert len(tier.blocks) == flush.num_stored == 20 - len(flush.blocks.slots) < 20
+    assert len(tier.blocks) == flush.num_stored == flush.num_taken < 20
     engine.check_idle()
     assert flushed(engine).num_stored == 20
 

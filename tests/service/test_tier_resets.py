@@ -202,7 +202,7 @@ def test_stored_reset_that_cannot_be_read_is_one_of_all_blocks(path: Path, match
 def test_reset_that_cannot_be_written_shows_and_is_written_later(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with process(path) as running:
-        running.rows = TierResets(running.store, running.resets, write_timeout_s=0.01)
+        running.rows = TierResets(running.store, running.resets, write_timeout_s=1.0)
         running.resets.reset(running.engine.now_s)
         with busy_writer(running.store):
             with pytest.raises(DatabaseUnavailable):

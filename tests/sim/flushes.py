@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.rules import RuleSubject
-from kvferry.core.scheduler.flushes import Flush, FlushBlocks, FlushRefused, FlushState
+from kvferry.core.scheduler.flushes import Flush, FlushBatch, FlushRefused, FlushState
 from tests.harness.toy_engine import ToyEngine
 from tests.sim.picks import Picks
 
@@ -21,7 +21,7 @@ class FlushDriver:
     def __init__(self, engine: ToyEngine, picks: Picks) -> None:
         self._engine = engine
         self._picks = picks
-        self._open: list[tuple[Flush, FlushBlocks | None]] = []
+        self._open: list[tuple[Flush, FlushBatch | None]] = []
         """Flushes that the driver has not seen the end of, with the batch that it has taken."""
 
     def begin(self, name: str, match: RequestFilter) -> None:
@@ -63,7 +63,7 @@ class FlushDriver:
             self._engine.events["blocks flushed"] += flush.num_stored
             self._engine.events["blocks left by a flush"] += flush.num_left
 
-    def _step(self, flush: Flush, batch: FlushBlocks | None) -> FlushBlocks | None:
+    def _step(self, flush: Flush, batch: FlushBatch | None) -> FlushBatch | None:
         flushes, now_s = self._engine.offload.tiers.flushes, self._engine.now_s
         if batch is None:
             return flushes.take(flush, now_s)

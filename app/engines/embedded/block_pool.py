@@ -129,8 +129,10 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """See `kvferry.core.engine_api.DeviceView`. The last blocks are reused first."""
         for block in reversed(block_ids):
-            self._holds[block] -= 1
-            self._queue_if_free(block, reuse_first=reuse_first)
+            # Released once already, if a release that failed midway is repeated.
+            if self._holds[block]:
+                self._holds[block] -= 1
+                self._queue_if_free(block, reuse_first=reuse_first)
 
     def free_blocks(self) -> Iterator[int]:
         """See `kvferry.core.engine_api.DeviceView`."""

@@ -23,8 +23,8 @@ from kvferry.cuda_ops.copy.engine import CopyEngine
 
 log = logging.getLogger(__name__)
 
-MAX_NEW_REQUESTS = 64
-"""New requests that a step takes, so that a call of thousands of prompts does not hold it up."""
+MAX_MESSAGES = 64
+"""New requests, and canceled ones, that a step takes, so that a call of thousands of prompts does not hold it up."""
 RECHECK_S = 0.01
 """Poll interval without compute, while transfers are open or requests wait."""
 ERROR_BACKOFF_S = 1.0
@@ -104,10 +104,10 @@ class Inbox:
             return self.is_open
 
     def take(self) -> tuple[list[Request], list[Request]]:
-        """Return new requests, as many as one step takes, and the canceled ones."""
+        """Return new requests and canceled ones, as many as one step takes."""
         with self._changed:
-            new, self._new = self._new[:MAX_NEW_REQUESTS], self._new[MAX_NEW_REQUESTS:]
-            canceled, self._canceled = self._canceled, []
+            new, self._new = self._new[:MAX_MESSAGES], self._new[MAX_MESSAGES:]
+            canceled, self._canceled = self._canceled[:MAX_MESSAGES], self._canceled[MAX_MESSAGES:]
         return new, canceled
 
     def remove(self, request: Request) -> None:
@@ -188,10 +188,12 @@ class EngineLoop:
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
-            self._fail_step("the forward pass", [chunk.request for chunk in chunks], error)
             # offload: every planned job ends once, also one that is not submitted.
             results = [TransferResult(job.job_id, error="not submitted: no forward pass") for job in plan.stores]
-            self._scheduler.end_transfers(results, now_s)
+            try:
+                self._fail_step("the forward pass", [chunk.request for chunk in chunks], error)
+            finally:
+                self._scheduler.end_transfers(results, now_s)
             return 0.0
         # offload: the other stores after the compute, which fills their blocks.
         for job in plan.stores:

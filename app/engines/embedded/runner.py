@@ -38,7 +38,9 @@ def _draw(logits: Tensor, request: Request) -> Tensor:
             request.generator.seed()
         else:
             request.generator.manual_seed(request.sampling.seed)
-    scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32)) / request.sampling.temperature
+    scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32))
+    # Finite at any temperature: the best has 0.
+    scores = (scores - scores.max()) / request.sampling.temperature
     if request.sampling.top_p < 1:
         scores = TopPLogitsWarper(request.sampling.top_p)(torch.empty(0), scores)
     # The largest ratio to exponential noise: faster than `torch.multinomial`, which sums up all of them.

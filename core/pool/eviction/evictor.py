@@ -243,11 +243,14 @@ class Evictor:
         """Record that slots, of which some may be set aside or held in place, were used or freed."""
         if self._set_aside:
             self._set_aside.difference_update(slots.tolist())
-        for slot in slots.tolist() if self._places else ():
-            place = self._places.pop(slot, None)
-            if place is not None:
-                # Those that were behind it keep its place.
-                self._places |= {other: place for other, (older, _) in self._places.items() if older == slot}
+        if not self._places:
+            return
+        left = {slot: self._places.pop(slot) for slot in slots.tolist() if slot in self._places}
+        for slot, place in self._places.items() if left else ():
+            # Those that were behind a slot that leaves its place take it over.
+            while place[0] in left:
+                place = left[place[0]]
+            self._places[slot] = place
 
     def hold_place(self, slots: Slots) -> None:
         """Remove candidates that are pinned without a use, and remember their places in the order of eviction."""
