@@ -68,6 +68,29 @@ def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 
+def test_shrink_whose_memory_fails_changes_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory under an open load stays, also after an earlier shrink."""
+    pool = Pool(40, 40)
+    assert pool.to(28) is Todo.NOTHING
+    pool.store(range(28))
+    pin = pool.manager.pin(pool.manager.lookup([key(number) for number in range(28)]))
+    assert pool.manager.prepare_load(pin, 1.0)
+    pool.resize.request(8)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry.core.pool.resize.plan_size", raise_memory_error)
+        with pytest.raises(MemoryError):
+            pool.resize.step(1.0)
+    assert pool.manager.num_slots == 28
+    pool.drive(1.0)
+    assert pool.memory[-1] == 28, "no memory is freed under the load"
+    pool.manager.complete_load(pin)
+    assert (pool.drive(2.0), pool.memory[-1]) == (Todo.NOTHING, 8)
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
 def test_freed_slots_that_leave_are_given_out_once_after_growing() -> None:
     """A slot that leaves is not allocated while a shrink is under way, though it is free."""
     pool = Pool(40, 80)

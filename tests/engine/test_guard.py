@@ -25,7 +25,7 @@ from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
 from kvferry.core.scheduler.requests import RequestState, RequestTable
 from kvferry.core.scheduler.scheduler import Miss, OffloadScheduler
-from kvferry.core.transfers import Direction
+from kvferry.core.transfers import Direction, TransferResult
 from tests.harness.embedded import (
     Answer,
     ask,
@@ -303,6 +303,28 @@ def test_a_state_that_cannot_be_discarded_is_off_until_a_reset(
     assert not offloaded.guard.status.is_on
     monkeypatch.undo()
     assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+def test_jobs_end_when_poll_of_the_copy_engine_always_raises(
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    assert_answered(offloaded, prompts, answers)
+    run(until(offloaded.settled, "the stores have ended"))
+
+    def fail() -> list[TransferResult]:
+        offloaded.copies._pass_on()
+        raise RuntimeError("poll failed, says the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded.copies, "poll", fail)
+        assert_answered(offloaded, prompts, answers)
+        run(until(offloaded.settled, "jobs without results have failed"))
+    assert offloaded.stats.load.failed > 0
     assert_nothing_left(offloaded)
 
 
