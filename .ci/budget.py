@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"core": 15_950, "app": 34_150, "cuda_ops": 5_250, "bench": 6_700, "tests": 59_950, "docs": 33_250}
+SIZES = {"core": 16_050, "app": 34_150, "cuda_ops": 5_250, "bench": 6_700, "tests": 60_000, "docs": 33_250}
 """Sizes when they were last set; docs in words, all others in lines."""
 ROOM = 1.05
 
