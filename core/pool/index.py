@@ -20,6 +20,7 @@ from kvferry.core.pool.native import (
     GHOST_CODE_BITS,
     GHOST_EPOCHS,
     GHOST_NOTE_BITS,
+    NUMBER_BITS,
     WAYS,
     KeyHashes,
     key_hasher,
@@ -31,6 +32,7 @@ from kvferry.core.pool.native import (
 Numbers = NDArray[np.int64]
 
 _CELL = np.dtype([("hash", np.uint64), ("entry", np.uint64)])
+_EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 
@@ -133,6 +135,9 @@ class HashTable:
         """Remove all numbers, in O(1)."""
         self._epoch += 1
         self._num_held = 0
+        if self._epoch == _EPOCHS:
+            self._cells[:] = 0
+            self._epoch = 1
 
 
 class BlockIndex(HashTable):

@@ -78,3 +78,13 @@ class MarkTableMachine(RuleBasedStateMachine):
 
 TestMarkTable = MarkTableMachine.TestCase
 TestMarkTable.settings = settings(max_examples=examples(200), stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_old_generation_when_its_slot_is_reused_is_forgotten() -> None:
+    wanted = np.arange(1, 301, dtype=np.uint64) << np.uint64(55)
+    table = HashTable(300, wanted)
+    assert (table.claim(np.arange(300)) == np.arange(300)).all()
+    table._epoch = 2**32 - 1
+    table.reset()
+    assert table._epoch == 1
+    assert (table.find_hashes(wanted) < 0).all()
