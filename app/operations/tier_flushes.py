@@ -14,7 +14,7 @@ from kvferry.app.telemetry.events import EventFeed, EventType
 from kvferry.app.tiers.registry import NoSuchTier, TierConflict
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.rules import RuleSubject
-from kvferry.core.scheduler.flushes import Flush, FlushBlocks, FlushRefused, FlushState
+from kvferry.core.scheduler.flushes import Flush, FlushBatch, FlushRefused, FlushState
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.transfers import Slots
 
@@ -151,7 +151,7 @@ class TierFlushes:
         with self._guard.guarding("flush"):
             self._scheduler.tiers.poll(time.time())
 
-    def _take(self, flush: Flush) -> FlushBlocks | None:
+    def _take(self, flush: Flush) -> FlushBatch | None:
         with self._guard.guarding("flush"):
             return self._flushes.take(flush, time.time())
 

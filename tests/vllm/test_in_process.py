@@ -34,7 +34,7 @@ def assert_nothing_left(engine: InProcess, device_blocks: int = DEVICE_BLOCKS) -
     assert after.pool.pinned == after.pool.loading == after.open_jobs == 0
     assert after.requests.running == after.requests.waiting_for_load == 0
     assert engine.scheduler.device.num_held == 0
-    assert engine.block_pool.get_num_free_blocks() == device_blocks - 1
+    assert engine.pool.get_num_free_blocks() == device_blocks - 1
 
 
 def full_blocks(prompts: list[Prompt]) -> int:
@@ -120,7 +120,7 @@ def test_blocks_that_only_the_device_has_are_stored_for_a_request(llama: Path, t
         assert engine.settle().store.stored == num_stored
         stored = engine.core.manager.table.keys[:num_stored].tolist()
         contents = engine.scheduler.device.contents(range(DEVICE_BLOCKS))
-        engine.block_pool.evict_blocks({block for block, key in enumerate(contents) if key in stored})
+        engine.pool.evict_blocks({block for block, key in enumerate(contents) if key in stored})
         answers = engine.generate([prompt])
         assert_same(answers, truth[:1])
         assert answers[0].num_cached == (len(prompt) - 1) // BLOCK * BLOCK

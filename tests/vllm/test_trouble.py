@@ -107,7 +107,7 @@ def test_blocks_after_failed_or_unfinished_load_are_not_stored(engine: InProcess
     for _ in range(20):
         engine.step()
     assert not stored
-    assert all(engine.block_pool.blocks[block].block_hash is None for block in target)
+    assert all(engine.pool.blocks[block].block_hash is None for block in target)
     may_load.set()
     wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
     assert engine.settle().load.failed == len(target)
