@@ -197,7 +197,7 @@ class Leases:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def end(self, lease: Lease, cause: LeaseEnd | None) -> None:
-        """End a lease, whose blocks are released by `release_ended`; without a cause, one that has got no blocks."""
+        """End a lease; `release_ended` releases its blocks. One that got no blocks has no cause, and is not counted."""
         with self._lock:
             if self._leases.pop(lease.number, None) is None:
                 return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.slots import SlotState
 from kvferry.core.pool.tenants import Limit
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -123,8 +122,7 @@ class TenantLimits:
         table = self._manager.table
         end = min(start + self._batch_slots, table.end_slot)
         with self._manager.lock:
-            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            slots = table.tenants.unqueued(ready)
+            slots = table.tenants.unqueued(table.ready_in(start, end))
             used_s = np.maximum(table.stored_s[slots], table.hit_s[slots])
             positions = table.positions[slots]
         if len(slots):

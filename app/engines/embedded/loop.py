@@ -242,7 +242,7 @@ class EngineLoop:
         self._send(request, request.end(reason, error), self._clock())
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """End requests with an error, of whose blocks no more are stored."""
+        """End requests with an error, and have no more of their blocks stored."""
         self._scheduler.report_failed(requests, self._clock())
         for request in requests:
             message = f"engine error while processing this request ({type(error).__name__}); see the engine's log"
