@@ -173,25 +173,35 @@ class _Place:
     shared_tokens: int
     latest: deque[int] = field(default_factory=lambda: deque(maxlen=LATEST_PROMPTS))
     """The numbers of the latest prompts that have the prefix."""
-    buckets: deque[_Bucket] = field(default_factory=deque)
+    compared: deque[_Bucket] = field(default_factory=deque)
+    """Of the first pairs, which are all compared."""
+    sampled: deque[_Bucket] = field(default_factory=deque)
+    """Of those after them, for which a sample stands."""
     num_pairs: int = 0
     found: Break | None = None
 
     def answer(self, since_s: float) -> Break | None:
         """Return the break with its price since a time; None if there was none."""
-        buckets = [bucket for bucket in self.buckets if bucket.time_s >= since_s]
-        if self.found is None or not any(bucket.num_broken for bucket in buckets):
+        parts = [[one for one in part if one.time_s >= since_s] for part in (self.compared, self.sampled)]
+        if not any(bucket.num_compared_tokens for bucket in parts[1]):
+            # The first pairs stand for all until there is a sample. They break less: the first prompt of a kind does not.
+            parts = [[*parts[0], *parts[1]]]
+        if self.found is None or not any(bucket.num_broken for part in parts for bucket in part):
             return None
-        compared = sum(bucket.num_compared_tokens for bucket in buckets)
-        skipped = sum(bucket.num_skipped_tokens for bucket in buckets)
-        scale = 1 + skipped / compared if compared else 1.0
+        num_requests = num_tokens = 0.0
+        for part in parts:
+            compared = sum(bucket.num_compared_tokens for bucket in part)
+            skipped = sum(bucket.num_skipped_tokens for bucket in part)
+            scale = 1 + skipped / compared if compared else 1.0
+            num_requests += scale * sum(bucket.num_broken for bucket in part)
+            num_tokens += scale * sum(bucket.num_tokens for bucket in part)
         return replace(
             self.found,
-            is_estimated=skipped > 0,
+            is_estimated=any(bucket.num_skipped_tokens for part in parts for bucket in part),
             token_ids=tuple(tuple(side) for side in self.found.token_ids),
             ids_before=tuple(self.found.ids_before),
-            num_requests=round(scale * sum(bucket.num_broken for bucket in buckets)),
-            num_tokens=round(scale * sum(bucket.num_tokens for bucket in buckets)),
+            num_requests=round(num_requests),
+            num_tokens=round(num_tokens),
         )
 
 
@@ -392,7 +402,7 @@ class Breaks:
         is_sampled: bool,
     ) -> None:
         """Compare a prompt, by its ids behind a place, with earlier ones, and count what the best of them shows."""
-        bucket = _bucket(place.buckets, request.time_s)
+        bucket = _bucket(place.compared if place.num_pairs < ALIGNED_PAIRS else place.sampled, request.time_s)
         behind = request.num_prompt_tokens - max(place.shared_tokens, request.num_served_tokens)
         if not is_sampled or not self._has_credit(request.time_s) or (place.latest and not self._latest(place)):
             # With none of the latest prompts' ids kept, it is not known whether this is a break.

@@ -26,8 +26,8 @@ Prompt = list[int]
 class World:
     """Requests that end one a second, with the token ids that are kept of them."""
 
-    def __init__(self, max_bytes: int = 64 << 20, table_bits: int = TABLE_BITS) -> None:
-        self.rng = random.Random(1)
+    def __init__(self, max_bytes: int = 64 << 20, table_bits: int = TABLE_BITS, seed: int = 1) -> None:
+        self.rng = random.Random(seed)
         self.partings = Partings(TOKENS, table_bits)
         self.partings.read([KeepTokenIds(max_bytes)])
         self.number = 0
@@ -186,6 +186,19 @@ def test_a_flood_of_several_kinds_in_turn_is_priced_by_whole_comparisons(num_hea
     (found,) = world.find()
     assert found.is_estimated
     assert found.num_tokens == pytest.approx(2000 * 784, rel=0.1)
+
+
+@pytest.mark.parametrize("num_head", [0, 100])
+def test_the_first_prompts_of_each_kind_do_not_stand_for_those_that_were_not_compared(num_head: int) -> None:
+    prices = []
+    for seed in range(10):
+        world = World(seed=seed)
+        head, bodies = world.text(num_head), [world.text(800) for _ in range(8)]
+        for number in range(100):
+            world.end([*head, *world.text(5), *bodies[number % 8]])
+        (found,) = world.find()
+        prices.append(found.num_tokens)
+    assert sum(prices) / len(prices) == pytest.approx(92 * 784, rel=0.1)
 
 
 @pytest.mark.parametrize("num_head", [0, 100])
