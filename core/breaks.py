@@ -184,7 +184,7 @@ class _Place:
         """Return the break with its price since a time; None if there was none."""
         parts = [[one for one in part if one.time_s >= since_s] for part in (self.compared, self.sampled)]
         if not any(bucket.num_compared_tokens for bucket in parts[1]):
-            # The first pairs stand for all until there is a sample. They break less: the first prompt of a kind does not.
+            # Only until there is a sample do the first pairs stand for all: the first prompt of a kind breaks nothing.
             parts = [[*parts[0], *parts[1]]]
         if self.found is None or not any(bucket.num_broken for part in parts for bucket in part):
             return None
