@@ -18,7 +18,7 @@ from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
-# With this prefix the third server has the epoch, and the tiers have the addresses of the first two.
+# With this prefix the third server has the epoch, whose address the second tier has.
 CLUSTER = {"cluster": True, "prefix": "cluster2", **SHORT}
 KEYS = keys_of(range(16))
 
@@ -34,7 +34,7 @@ def holds_epoch(server: RedisServer) -> bool:
 @contextmanager
 def rigs(servers: list[RedisServer]) -> Iterator[tuple[Rig, Rig]]:
     """Tiers of two engines that share a namespace."""
-    first, second = (redis_rig(server, **CLUSTER) for server in servers[:2])
+    first, second = (redis_rig(server, **CLUSTER) for server in (servers[0], servers[2]))
     with closing(first), closing(second):
         yield first, second
 

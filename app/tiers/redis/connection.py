@@ -86,8 +86,11 @@ class _PasswordFile(CredentialProvider):
         return (self._username, password) if self._username else (password,)
 
 
-def connect(settings: RedisTierSettings) -> Client:
-    """Return a client with a pool of connections and no retries of its own. A cluster is contacted at once."""
+def connect(settings: RedisTierSettings, previous: Client | None = None) -> Client:
+    """Return a client with a pool of connections and no retries of its own. A cluster is contacted at once.
+
+    Of a cluster, any server that `previous` knew will do: the one in the settings may be down.
+    """
     host, port = settings.address
     options: dict[str, Any] = {
         "protocol": 2,
@@ -109,7 +112,10 @@ def connect(settings: RedisTierSettings) -> Client:
         }
         options |= {"ssl": True} | {name: str(path) for name, path in files.items() if path is not None}
     if settings.cluster:
-        nodes = [ClusterNode(host, port)]  # type: ignore[no-untyped-call]
+        addresses = {(host, port)}
+        if isinstance(previous, RedisCluster):
+            addresses |= {(node.host, node.port) for node in previous.get_nodes()}  # type: ignore[no-untyped-call]
+        nodes = [ClusterNode(*address) for address in addresses]  # type: ignore[no-untyped-call]
         return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
     return redis.Redis(host=host, port=port, db=settings.database, **options)
 

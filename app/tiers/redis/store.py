@@ -168,7 +168,7 @@ class RedisStore(ValueStore):
         """Connect, and test reading and writing; return whether something bounds the tier."""
         try:
             # Anew after a failure: a failover may have put other servers at the address or into the cluster.
-            previous, self._client = self._client, connect(self._settings)
+            previous, self._client = self._client, connect(self._settings, self._client)
             if previous is not None:
                 # Calls in progress fail, as those before them did.
                 previous.close()
