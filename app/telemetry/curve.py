@@ -24,8 +24,8 @@ _MIN_OCTAVE, _MAX_OCTAVE = -4, 3
 NOTES = (
     "Requests are counted one after another as they end; priorities, pins, admission, limits of tenants, resets by "
     "match and tiers are left out.",
-    "Blocks of answers count once they are part of a prompt; before, those that are not stored are left out, although "
-    "the device may have them.",
+    "Requests that may neither store nor load are left out. Blocks that are not stored, such as those of answers, are "
+    "left out until they are part of a prompt that is stored, although the device may have them.",
 )
 GROUPS_NOTE = (
     "The keys of one group stand for all, as if a hit needed whole prefixes of each; sizes count all groups' slots."
@@ -66,7 +66,7 @@ class WhatIfAnswer:
     """What LRU caches of other sizes would have served of the prompts since `since`."""
 
     since: str = field(metadata={"description": "RFC 3339: start, last resize, or last change of policy or mode"})
-    prompt_tokens: int
+    prompt_tokens: int = field(metadata={"description": "of requests that may store or load"})
     current: Current
     points: list[Point] = field(metadata={"description": "the smallest first; empty before the first request"})
     unit_tokens: int = field(metadata={"description": "tokens of a slot, the unit of hits"})
@@ -230,7 +230,9 @@ class WhatIf:
                 self._curve.clear()
             else:
                 ended = (one for one in some if isinstance(one, RequestBlocks))
-                self._curve.record([one for one in ended if one.time_s >= self._enabled_s])
+                counted = (one for one in ended if one.time_s >= self._enabled_s)
+                # The device serves requests without offloading too, more than the curve knows: "now" would exceed it.
+                self._curve.record([one for one in counted if one.may_load or one.num_storable])
 
 
 def _sizes(total_bytes: int) -> list[int]:

@@ -62,8 +62,9 @@ class RequestBlocks(NamedTuple):
     """The slots of a request that has ended, in the group whose hits are prefixes: what other caches can be judged by.
 
     Requests have rising numbers. `keys` are those of its full slots, of the answer too, and must not be changed. The
-    first `num_storable` may be stored by its policy. Of its prompt, `num_served_tokens` tokens were not computed. Where
-    they are asked for, `token_ids` are those of prompt and answer, which the engine does not change any more.
+    first `num_storable` may be stored by its policy, which says with `may_load` whether any may be loaded. Of its
+    prompt, `num_served_tokens` tokens were not computed. Where they are asked for, `token_ids` are those of prompt and
+    answer, which the engine does not change any more.
     """
 
     time_s: float
@@ -75,6 +76,7 @@ class RequestBlocks(NamedTuple):
     num_storable: int
     num_served_tokens: int
     token_ids: Sequence[int] | None = None
+    may_load: bool = True
 
 
 CacheEvent = StoreBatch | EvictionBatch | RegretBatch | ResetEvent | RequestEnd | RequestBlocks

@@ -733,7 +733,16 @@ class OffloadScheduler:
         num_output = num_tokens - num_prompt
         token_ids = getattr(request, "token_ids", None) if self.emits_token_ids else None
         return RequestBlocks(
-            now_s, state.sequence, state.origin, keys, num_prompt, num_output, num_storable, num_served, token_ids
+            now_s,
+            state.sequence,
+            state.origin,
+            keys,
+            num_prompt,
+            num_output,
+            num_storable,
+            num_served,
+            token_ids,
+            may_load=state.policy.policy.load,
         )
 
     def _may_warn(self, subject: str, now_s: float) -> bool:

@@ -106,6 +106,20 @@ def test_what_if_forgets_what_a_reset_drops(fresh: Service) -> None:
     assert (answer["eager"], answer["ceiling"]) == (0, 0)
 
 
+def test_what_if_leaves_out_requests_that_offloading_does_not_concern(fresh: Service) -> None:
+    fresh.context.prompts.start()
+    # The device may serve these, as the curve cannot.
+    alone = {"kv_transfer_params": {"store": False, "load": False}}
+    for number, fields in enumerate([alone, alone, {}, {"kv_transfer_params": {"store": False}}, alone]):
+        fresh.engine.answer(LoopRequest(f"one{number}", 64 * BLOCK_TOKENS + 1, num_output_tokens=1, **fields))
+        fresh.settle()
+    wait_until(lambda: fresh.context.prompts.num_queued_keys == 0, "all requests are counted")
+    answer = ask(fresh)
+    assert answer["prompt_tokens"] == 2 * (64 * BLOCK_TOKENS + 1)
+    assert answer["ceiling"] == answer["current"]["hit_rate"] == pytest.approx(0.5, abs=0.01)
+    assert any(text.startswith("Requests that may neither store nor load") for text in answer["notes"])
+
+
 def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     what_if = WhatIf(lambda: Present(100, "lru", StoreMode.EAGER), LAYOUT, 0, enabled=True)
     feed = PromptFeed([what_if])
