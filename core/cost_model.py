@@ -50,6 +50,11 @@ class Rate:
         amounts, seconds = self._sums
         return amount * seconds / amounts
 
+    def latest_s(self, amount: float) -> float:
+        """Return the seconds for an amount at the rate of the latest sample. Requires: there is one."""
+        amounts, seconds = self._samples[-1]
+        return amount * seconds / amounts
+
     def _sum(self) -> tuple[float, float]:
         """Return the sums of the samples' amounts and seconds, without exceptions."""
         samples, middle = list(self._samples), len(self._samples) // 2
@@ -79,6 +84,14 @@ class LoadOrCompute:
         explore = self._num_decided % EXPLORE_EVERY == 0
         return is_faster != explore
 
+    def declines(self, num_bytes: int, num_tokens: int) -> bool:
+        """Decide against a load before it is looked up; True is one decision, else it is left to `should_load`."""
+        num_decided = self._num_decided
+        if self.should_load(num_bytes, 0, num_tokens):
+            self._num_decided = num_decided
+            return False
+        return True
+
     def may_load(self, num_bytes: int, num_tokens: int) -> bool:
         """Return whether loading is expected to be faster than computing, without a decision."""
         return self._is_faster(num_bytes, num_tokens) is not False
@@ -88,4 +101,7 @@ class LoadOrCompute:
         if self.decision is LoadDecision.ALWAYS:
             return None
         load_s, compute_s = self.bytes_rate.estimate_s(num_bytes), self.tokens_rate.estimate_s(num_tokens)
-        return None if load_s is None or compute_s is None else load_s <= compute_s
+        if load_s is None or compute_s is None:
+            return None
+        # Slow loads are hardly measured again: that one was fast counts for more than that those before were not.
+        return min(load_s, self.bytes_rate.latest_s(num_bytes)) <= compute_s

@@ -318,7 +318,7 @@ class Promotions:
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
-        if _answers_in_time(client, lookup):
+        if _answers_in_time(client, lookup) and not self._is_declined(client, lookup, len(keys)):
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
@@ -340,6 +340,13 @@ class Promotions:
 
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
+
+    def _is_declined(self, client: TierClient, lookup: TierLookup, num_keys: int) -> bool:
+        """Return whether what is looked up would not be loaded if the tier had it, so that the answer is of no use."""
+        num_tokens, groups = lookup.num_tokens, self._layout.full_groups
+        full_bytes = sum(num_tokens // group.slot_tokens * group.slot_bytes for group in groups)
+        client.cost_model.decision = self._cost_model.decision
+        return client.cost_model.declines(min(full_bytes, num_keys * self._layout.slot_bytes), num_tokens)
 
     def _add_ready(self, state: RequestState, lookup: TierLookup) -> None:
         """Have `advance` continue an early request once it waits for no tier any more."""
@@ -393,7 +400,6 @@ class Promotions:
         for block in wanted:
             sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
         for client, of_client in sizes.items():
-            client.cost_model.decision = self._cost_model.decision
             if not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
                 for each, declined in sizes.items():
                     each.use.declined += len(declined)

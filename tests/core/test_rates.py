@@ -47,6 +47,19 @@ def test_one_decision_in_so_many_takes_the_other_side() -> None:
     assert [number for number, took in enumerate(taken, 1) if took] == [32, 64, 96]
 
 
+def test_loads_that_were_slow_are_taken_again_once_one_was_fast() -> None:
+    """A tier that was slow for minutes: the rate of its latest loads would stay low for 1,000 decisions and more."""
+    cost_model = measured(bytes_per_s=1000, tokens_per_s=100)
+    for _ in range(100):
+        cost_model.bytes_rate.observe(1000, 1.0)
+    assert not cost_model.should_load(1000, 0, 50)
+    cost_model.bytes_rate.observe(2000, 0.1)
+    assert all(cost_model.should_load(1000, 0, 50) for _ in range(20))
+    assert not cost_model.should_load(1000, 100_000, 50)
+    cost_model.bytes_rate.observe(1000, 1.0)
+    assert not cost_model.should_load(1000, 0, 50)
+
+
 def test_always_means_always() -> None:
     cost_model = measured(bytes_per_s=1, tokens_per_s=10**9)
     cost_model.decision = LoadDecision.ALWAYS

@@ -451,6 +451,29 @@ def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
     assert use(engine).look_up_s > 2.0
 
 
+def test_a_tier_whose_loads_would_be_declined_is_not_waited_for() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    engine.tiers["disk"].latency_s = engine.step_s
+    rates = engine.offload.tiers.clients[0].cost_model
+    for _ in range(8):
+        rates.bytes_rate.observe(1000, 10.0)
+        rates.tokens_rate.observe(1000, 1.0)
+    waited = []
+    for number in range(60):
+        engine.add(request(f"s{number}", 5))
+        engine.step()
+        waited.append(engine.requests[f"s{number}"].state == "waiting")
+        serve_on(engine)
+        settle(engine)
+        forget(engine)
+    # Its loads are measured again now and then, and taken again once one of them was fast.
+    assert waited == [False] * 31 + [True] * 29
+    assert use(engine).gave_up == 31
+    assert use(engine).promoted > 0
+
+
 def test_followers_wait_for_the_request_that_promotes() -> None:
     engine = engine_with_stored()
     tier = engine.tiers["disk"]
