@@ -205,7 +205,7 @@ class OffloadService:
             self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
             limits = TenantLimits(self.manager)
             self.tenants = TenantStore(self.store, limits, self.guard.guarding)
-            self._adviser = Adviser(self.scheduler, self.prompts, self.what_if, self._partings, limits)
+            self._adviser = Adviser(self.scheduler, self._samples, self.prompts, self.what_if, self._partings, limits)
             self._apply_to_core(settings)
             self._keep_token_ids(settings.explain_bytes)
             undo.callback(self._tier_resets.check)

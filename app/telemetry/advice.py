@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from kvferry.app.settings.types import format_size
 from kvferry.app.telemetry.curve import WhatIf, WhatIfAnswer
+from kvferry.app.telemetry.history import StatsHistory
 from kvferry.app.telemetry.prompts import PromptFeed
 from kvferry.core.auto_pause import NOISE_S, WINDOW_S
 from kvferry.core.breaks import WINDOW_S as BREAKS_S
@@ -21,7 +22,15 @@ from kvferry.core.stats import EvictionReason, NotStored, Snapshot
 HOUR_S = 3600.0
 MIN_GAIN_S = NOISE_S / WINDOW_S * HOUR_S
 """Seconds an hour below which no advice is given: 0.5% of the time, as a balance has to be negative by."""
-REFRESH_S = 10.0
+_CHECKS = 60
+"""Looks for advice in a running balance's time."""
+
+
+_OF_LIMITS = (
+    f"missed_tokens.evicted.{EvictionReason.TENANT_LIMIT}",
+    f"missed_tokens.not_stored.{NotStored.TENANT_LIMIT}",
+)
+"""Columns of the history: tokens computed because a tenant was at its limit."""
 
 
 class AdviceKind(StrEnum):
@@ -50,28 +59,28 @@ class Adviser:
     def __init__(
         self,
         scheduler: OffloadScheduler,
+        samples: StatsHistory,
         prompts: PromptFeed,
         what_if: WhatIf,
         partings: Partings,
         limits: TenantLimits,
         window_s: float = WINDOW_S,
-        refresh_s: float = REFRESH_S,
     ) -> None:
-        """`prompts` has the lock of `what_if` and `partings`. Advises after `window_s`, and anew after `refresh_s`."""
+        """`prompts` has the lock of `what_if` and `partings`. Advises after `window_s`."""
         self.latest: Advice | None = None
         self._scheduler = scheduler
+        self._samples = samples
         self._prompts = prompts
         self._what_if = what_if
         self._partings = partings
         self._limits = limits
         self._window_s = window_s
-        self._refresh_s = refresh_s
         self._started_s = self._checked_s = time.monotonic()
 
     def check(self) -> None:
         """Look for the advice that is worth most, at intervals, once a running balance was measured."""
         now_s = time.monotonic()
-        if now_s - self._started_s >= self._window_s and now_s - self._checked_s >= self._refresh_s:
+        if now_s - self._started_s >= self._window_s and now_s - self._checked_s >= self._window_s / _CHECKS:
             self._checked_s = now_s
             found = (one for one in self._find(now_s - self._started_s) if one.seconds_per_hour >= MIN_GAIN_S)
             self.latest = max(found, key=lambda one: one.seconds_per_hour, default=None)
@@ -81,19 +90,21 @@ class Adviser:
         if token_s is None:
             return
         now = self._scheduler.snapshot()
+        # Not since the start: what has changed meanwhile would show, or be forgotten, after days only.
+        window_s, increases = self._samples.increases(now, WINDOW_S)
+        per_hour = HOUR_S / (window_s or uptime_s)
         with self._prompts.lock:
             answer = self._what_if.answer(self._prompts.num_dropped)
             _, breaks = self._partings.breaks.find(time.time(), BREAKS_S)
         yield from _of_curve(answer)
         yield from _of_breaks(breaks, token_s * HOUR_S / min(uptime_s, BREAKS_S))
-        yield from self._of_tenants(now, token_s * HOUR_S / uptime_s)
+        yield from self._of_tenants(now, sum(increases[column] for column in _OF_LIMITS) * token_s * per_hour)
+        waited_s, saved_s = increases["tier_wait_s"] * per_hour, increases["tier_hit"] * token_s * per_hour
         enabled = [name for name, is_enabled in self._scheduler.tiers.enabled().items() if is_enabled]
-        yield from _of_tiers(now, enabled, token_s, HOUR_S / uptime_s)
+        yield from _of_tiers(now, enabled, waited_s, saved_s)
 
-    def _of_tenants(self, now: Snapshot, factor: float) -> Iterator[Advice]:
-        missed = now.missed_tokens
-        tokens = missed.evicted.get(EvictionReason.TENANT_LIMIT, 0) + missed.not_stored.get(NotStored.TENANT_LIMIT, 0)
-        if not tokens:
+    def _of_tenants(self, now: Snapshot, seconds_per_hour: float) -> Iterator[Advice]:
+        if not seconds_per_hour:
             return
         own, default = self._limits.own_limits(), self._limits.default_bytes
         used = {tenant: size for tenant, size in self._limits.usage().items() if tenant is not None}
@@ -105,9 +116,9 @@ class Adviser:
             tenant = max(full, key=used.__getitem__)
             yield Advice(
                 AdviceKind.TENANT,
-                tokens * factor,
-                f"Limits of tenants kept out of the pool what took {tokens * factor:,.0f} s an hour to compute. Tenant "
-                f"{tenant} is at its limit of {format_size(limits[tenant])}.",
+                seconds_per_hour,
+                f"Limits of tenants kept out of the pool what took {seconds_per_hour:,.0f} s an hour to compute. "
+                f"Tenant {tenant} is at its limit of {format_size(limits[tenant])}.",
                 f"kvferry tenants limit {format_size(2 * limits[tenant])} {tenant}",
             )
 
@@ -136,16 +147,14 @@ def _of_breaks(breaks: Sequence[Break], factor: float) -> Iterator[Advice]:
         yield Advice(AdviceKind.BREAK, one.num_tokens * factor, text, "kvferry breaks")
 
 
-def _of_tiers(now: Snapshot, enabled: Sequence[str], token_s: float, factor: float) -> Iterator[Advice]:
-    if not enabled:
-        return
-    hits = now.prompt_tokens.tier_hit
-    waited_s, saved_s = now.tier_waits.seconds * factor, sum(hits.values()) * token_s * factor
-    least = min(enabled, key=lambda name: hits.get(name, 0))
-    yield Advice(
-        AdviceKind.TIER,
-        waited_s - saved_s,
-        f"Requests waited for tiers for {waited_s:,.0f} s an hour, and what these had saved {saved_s:,.0f} s. "
-        f"Tier {least} had {hits.get(least, 0):,} prompt tokens.",
-        f"kvferry tiers disable {least}",
-    )
+def _of_tiers(now: Snapshot, enabled: Sequence[str], waited_s: float, saved_s: float) -> Iterator[Advice]:
+    """Advise to disable the tier that answers last, since a request waits for all that its blocks are looked up in."""
+    if enabled:
+        slowest = max(enabled, key=lambda name: now.tiers[name].use.look_up_s or 0.0)
+        yield Advice(
+            AdviceKind.TIER,
+            waited_s - saved_s,
+            f"Requests waited for tiers for {waited_s:,.0f} s an hour, and what these had saved {saved_s:,.0f} s. The "
+            f"last to answer is {slowest}.",
+            f"kvferry tiers disable {slowest}",
+        )

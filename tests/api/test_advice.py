@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,14 @@ def test_advice_is_a_tier_for_which_requests_waited_in_vain(small: Service) -> N
     assert waited_s > 0
     found = advise(small)
     assert (found["kind"], found["command"]) == ("tier", "kvferry tiers disable disk")
-    assert found["text"].endswith("Tier disk had 0 prompt tokens.")
+    assert found["text"].endswith("The last to answer is disk.")
     assert small.shared_client.put("/admin/v1/tiers/disk", json={"enabled": False}).status_code == 200
+    assert advise(small) is None
+    assert small.shared_client.put("/admin/v1/tiers/disk", json={"enabled": True}).status_code == 200
+    assert advise(small)["kind"] == "tier"
+    # As after ten minutes without a wait: those before are no reason any more.
+    for _ in range(int(WINDOW_S) + 1):
+        small.context.samples.add(small.engine.offload.snapshot(), time.time())
     assert advise(small) is None
 
 

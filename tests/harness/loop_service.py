@@ -211,7 +211,7 @@ def start_service(
     feed = EventFeed(store.journal.append, BLOCK_TOKENS)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
     span = {} if advises_after_s is None else {"min_span_s": 0.0}
-    pace = {} if advises_after_s is None else {"window_s": advises_after_s, "refresh_s": 0.0}
+    pace = {} if advises_after_s is None else {"window_s": advises_after_s}
     what_if = WhatIf(lambda: Present.of(engine.offload), layout, DEVICE_BYTES, enabled=True, **span)
     partings = Partings(BLOCK_TOKENS)
     prompts = PromptFeed([what_if, partings])
@@ -244,7 +244,7 @@ def start_service(
         closing=closing,
         samples=samples,
         balance=BalanceWatch(engine.offload, samples, partial(feed.changed, EventType.STORING)),
-        adviser=Adviser(engine.offload, prompts, what_if, partings, limits, **pace),
+        adviser=Adviser(engine.offload, samples, prompts, what_if, partings, limits, **pace),
         prompts=prompts,
         what_if=what_if,
         partings=partings,
