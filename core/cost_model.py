@@ -75,19 +75,19 @@ class LoadOrCompute:
         self.tokens_rate = Rate()
         self._num_decided = 0
 
-    def should_load(self, num_bytes: int, queued_bytes: int, num_tokens: int) -> bool:
-        """Decide whether to load `num_bytes` behind `queued_bytes` instead of computing `num_tokens`."""
-        is_faster = self._is_faster(num_bytes + queued_bytes, num_tokens)
+    def should_load(self, num_bytes: int, queued_bytes: int, num_tokens: int, look_up_s: float = 0.0) -> bool:
+        """Decide whether to look up and load `num_bytes` behind `queued_bytes` instead of computing `num_tokens`."""
+        is_faster = self._is_faster(num_bytes + queued_bytes, num_tokens, look_up_s)
         if is_faster is None:
             return True
         self._num_decided += 1
         explore = self._num_decided % EXPLORE_EVERY == 0
         return is_faster != explore
 
-    def declines(self, num_bytes: int, num_tokens: int) -> bool:
+    def declines(self, num_bytes: int, num_tokens: int, look_up_s: float) -> bool:
         """Decide against a load before it is looked up; True is one decision, else it is left to `should_load`."""
         num_decided = self._num_decided
-        if self.should_load(num_bytes, 0, num_tokens):
+        if self.should_load(num_bytes, 0, num_tokens, look_up_s):
             self._num_decided = num_decided
             return False
         return True
@@ -96,7 +96,7 @@ class LoadOrCompute:
         """Return whether loading is expected to be faster than computing, without a decision."""
         return self._is_faster(num_bytes, num_tokens) is not False
 
-    def _is_faster(self, num_bytes: int, num_tokens: int) -> bool | None:
+    def _is_faster(self, num_bytes: int, num_tokens: int, look_up_s: float = 0.0) -> bool | None:
         """Return whether loading is faster by the measured rates; None if it is to be done whatever they are."""
         if self.decision is LoadDecision.ALWAYS:
             return None
@@ -104,4 +104,4 @@ class LoadOrCompute:
         if load_s is None or compute_s is None:
             return None
         # Slow loads are hardly measured again: that one was fast counts for more than that those before were not.
-        return min(load_s, self.bytes_rate.latest_s(num_bytes)) <= compute_s
+        return look_up_s + min(load_s, self.bytes_rate.latest_s(num_bytes)) <= compute_s

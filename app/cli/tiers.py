@@ -26,6 +26,7 @@ COLUMNS = (
     "counts.loaded",
     "hit_rate",
     "counts.look_up_s",
+    "counts.gave_up",
     "health",
 )
 POLL_S = 0.2

@@ -194,7 +194,7 @@ class Promotions:
         else:
             lookup.deadline_s = self._inflight.tier_deadline(state, max(lookup.limit_token - hit.end_token, 0))
             for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
-                if not _answers_in_time(client, lookup):
+                if not self._is_of_use(client, lookup):
                     client.use.gave_up += 1
                     client.num_unawaited += lookup.waits_for.pop(client)
 
@@ -318,7 +318,7 @@ class Promotions:
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
-        if _answers_in_time(client, lookup) and not self._is_declined(client, lookup, len(keys)):
+        if self._is_of_use(client, lookup):
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
@@ -341,12 +341,14 @@ class Promotions:
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
 
-    def _is_declined(self, client: TierClient, lookup: TierLookup, num_keys: int) -> bool:
-        """Return whether what is looked up would not be loaded if the tier had it, so that the answer is of no use."""
+    def _is_of_use(self, client: TierClient, lookup: TierLookup) -> bool:
+        """Return whether a tier is expected to answer a look-up in time, and what it has would then be loaded."""
+        if lookup.began_s + _look_up_s(client, lookup) > lookup.deadline_s:
+            return False
         num_tokens, groups = lookup.num_tokens, self._layout.full_groups
-        full_bytes = sum(num_tokens // group.slot_tokens * group.slot_bytes for group in groups)
+        num_bytes = sum(num_tokens // group.slot_tokens * group.slot_bytes for group in groups)
         client.cost_model.decision = self._cost_model.decision
-        return client.cost_model.declines(min(full_bytes, num_keys * self._layout.slot_bytes), num_tokens)
+        return not client.cost_model.declines(num_bytes, num_tokens, _look_up_s(client, lookup))
 
     def _add_ready(self, state: RequestState, lookup: TierLookup) -> None:
         """Have `advance` continue an early request once it waits for no tier any more."""
@@ -374,7 +376,7 @@ class Promotions:
             return False
         elsewhere = self._lookup.list_elsewhere(state.keys, longer)
         wanted = [_Block(group, key, number) for group, number, key in elsewhere]
-        if not self._is_faster(wanted, sources, gain):
+        if not self._is_faster(lookup, wanted, sources, gain):
             lookup.phase = LookupPhase.DONE
             return False
         if not lookup.is_early:
@@ -394,13 +396,16 @@ class Promotions:
             self._inflight.begin(state, hit.first_token, longer.end_token)
         return bool(lookup.waits_for)
 
-    def _is_faster(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
+    def _is_faster(
+        self, lookup: TierLookup, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int
+    ) -> bool:
         """Return whether every tier loads its part faster than computing takes."""
         sizes: dict[TierClient, list[int]] = {}
         for block in wanted:
             sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
         for client, of_client in sizes.items():
-            if not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
+            look_up_s = _look_up_s(client, lookup)
+            if not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens, look_up_s):
                 for each, declined in sizes.items():
                     each.use.declined += len(declined)
                 return False
@@ -449,10 +454,9 @@ class Promotions:
         self._tier_loads.load(client, job, state.now_s, end, is_early=lookup.is_early)
 
 
-def _answers_in_time(client: TierClient, lookup: TierLookup) -> bool:
-    """Return whether a tier is expected to answer a look-up before its deadline; one without measurements is."""
-    expected_s = client.look_up_rate.estimate_s(1)
-    return expected_s is None or lookup.began_s + expected_s <= lookup.deadline_s
+def _look_up_s(client: TierClient, lookup: TierLookup) -> float:
+    """Return how long a look-up is expected to delay its request, 0 if it is not measured; an early one does not."""
+    return 0.0 if lookup.is_early else client.look_up_rate.estimate_s(1) or 0.0
 
 
 def _may_promote(state: RequestState) -> bool:

@@ -432,7 +432,7 @@ def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, t
         found = {"URL": service.url, "columns": 200, "ADMIN_TOKEN": ADMIN}
         definition = f'{{"type": "fs", "path": "{tmp_path}/tier", "max_bytes": "1GiB"}}'
         attached = run("tiers", "attach", "disk", definition, **found)
-        used = r"0 B of 1\.0 TiB +0"
+        used = r"0 B of 1\.0 TiB +0 +0"
         assert re.search(rf"^disk +fs +true +runtime +{used} +works *$", attached.out, re.MULTILINE), attached.out
         assert "degraded" not in run("stats", **found).out
         listed = run("tiers", "list", **found).out
@@ -451,6 +451,7 @@ def test_tiers_list_and_stats_when_a_tier_is_broken_name_the_problem(run: Run, t
 
 def test_tiers_list_shows_size_hits_and_health(run: Run) -> None:
     counts = {"bytes": 3 << 20, "max_bytes": 4 << 20, "found": 3, "looked_up": 4, "loaded": 1200, "look_up_s": 0.25}
+    counts["gave_up"] = 7
     tier = {"name": "disk", "enabled": True, "source": "settings", "definition": {"type": "fs"}, "counts": counts}
     unused = tier | {"name": "new", "counts": dict.fromkeys(counts, 0) | {"look_up_s": None}}
     service = FastAPI()
@@ -469,8 +470,10 @@ def test_tiers_list_shows_size_hits_and_health(run: Run) -> None:
         "rate",
         "look",
         "up",
+        "gave",
+        "up",
         "health",
     ]
-    assert re.fullmatch(r"disk +fs +true +settings +3.0 MiB of 4.0 MiB +1,200 +75.0% +250 ms +works *", rows[0])
-    assert re.fullmatch(r"new +fs +true +settings +0 B +0 +- +- +is full *", rows[1])
+    assert re.fullmatch(r"disk +fs +true +settings +3.0 MiB of 4.0 MiB +1,200 +75.0% +250 ms +7 +works *", rows[0])
+    assert re.fullmatch(r"new +fs +true +settings +0 B +0 +- +- +0 +is full *", rows[1])
     assert as_json["items"][0]["health"] == []

@@ -22,7 +22,7 @@ from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.stats import PromptTokens
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS
-from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, SLOT_BYTES, ToyEngine, ToyRequest
 from tests.harness.toy_oracle import key_of
 from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
 
@@ -458,10 +458,11 @@ def test_a_tier_whose_loads_would_be_declined_is_not_waited_for() -> None:
     engine.tiers["disk"].latency_s = engine.step_s
     rates = engine.offload.tiers.clients[0].cost_model
     for _ in range(8):
-        rates.bytes_rate.observe(1000, 10.0)
-        rates.tokens_rate.observe(1000, 1.0)
+        rates.bytes_rate.observe(SLOT_BYTES, 10.0)
     waited = []
     for number in range(60):
+        for _ in range(8):
+            rates.tokens_rate.observe(1000, 50.0)
         engine.add(request(f"s{number}", 5))
         engine.step()
         waited.append(engine.requests[f"s{number}"].state == "waiting")
@@ -472,6 +473,23 @@ def test_a_tier_whose_loads_would_be_declined_is_not_waited_for() -> None:
     assert waited == [False] * 31 + [True] * 29
     assert use(engine).gave_up == 31
     assert use(engine).promoted > 0
+
+
+def test_a_tier_slower_than_computing_with_its_look_up_is_not_used() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    client = engine.offload.tiers.clients[0]
+    for _ in range(8):
+        # Of 20 tokens: a load of 0.6 s, after a look-up of 0.6 s, or a second to compute.
+        client.look_up_rate.observe(1, 0.6)
+        client.cost_model.bytes_rate.observe(5 * SLOT_BYTES, 0.6)
+        client.cost_model.tokens_rate.observe(20, 1.0)
+    engine.add(request("s", 5))
+    engine.step()
+    assert engine.requests["s"].state == "running"
+    serve_on(engine)
+    assert (use(engine).gave_up, use(engine).promoted) == (1, 0)
 
 
 def test_followers_wait_for_the_request_that_promotes() -> None:
