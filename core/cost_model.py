@@ -50,10 +50,16 @@ class Rate:
         amounts, seconds = self._sums
         return amount * seconds / amounts
 
-    def latest_s(self, amount: float) -> float:
-        """Return the seconds for an amount at the rate of the latest sample. Requires: there is one."""
-        amounts, seconds = self._samples[-1]
-        return amount * seconds / amounts
+    def shortest_s(self, amount: float) -> float | None:
+        """Return the expected seconds, or at the rate of the latest sample if that was faster.
+
+        What is slow is hardly measured again: that it was fast once counts for more than that it was not before.
+        """
+        expected_s = self.estimate_s(amount)
+        if expected_s is None:
+            return None
+        latest, seconds = self._samples[-1]
+        return min(expected_s, amount * seconds / latest)
 
     def _sum(self) -> tuple[float, float]:
         """Return the sums of the samples' amounts and seconds, without exceptions."""
@@ -100,8 +106,5 @@ class LoadOrCompute:
         """Return whether loading is faster by the measured rates; None if it is to be done whatever they are."""
         if self.decision is LoadDecision.ALWAYS:
             return None
-        load_s, compute_s = self.bytes_rate.estimate_s(num_bytes), self.tokens_rate.estimate_s(num_tokens)
-        if load_s is None or compute_s is None:
-            return None
-        # Slow loads are hardly measured again: that one was fast counts for more than that those before were not.
-        return look_up_s + min(load_s, self.bytes_rate.latest_s(num_bytes)) <= compute_s
+        load_s, compute_s = self.bytes_rate.shortest_s(num_bytes), self.tokens_rate.estimate_s(num_tokens)
+        return None if load_s is None or compute_s is None else look_up_s + load_s <= compute_s

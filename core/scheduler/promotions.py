@@ -456,7 +456,7 @@ class Promotions:
 
 def _look_up_s(client: TierClient, lookup: TierLookup) -> float:
     """Return how long a look-up is expected to delay its request, 0 if it is not measured; an early one does not."""
-    return 0.0 if lookup.is_early else client.look_up_rate.estimate_s(1) or 0.0
+    return 0.0 if lookup.is_early else client.look_up_rate.shortest_s(1) or 0.0
 
 
 def _may_promote(state: RequestState) -> bool:
