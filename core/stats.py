@@ -180,7 +180,7 @@ class BalanceCounts:
         "Time in the engine's hooks", "balance_cost_seconds", label=("part", "hooks"), help=_COST, default=0.0
     )
     load_wait_s: float = counter(
-        "Time for which requests waited for loads before their first token",
+        "Time for which requests waited for loads and tiers before their first token",
         "balance_cost_seconds",
         label=("part", "load_waits"),
         default=0.0,

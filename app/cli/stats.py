@@ -237,7 +237,7 @@ def balance_text(balance: Json) -> RenderableType:
         saved = f"{gain_s:,.2f} s ({saved}, computed at {rate:,.0f}/s)"
     text = Text.assemble(
         f"last {duration(balance['window_s'])}: saved {saved}, cost {balance['cost_s']:,.2f} s "
-        f"(hooks {balance['hook_s']:,.2f} s, load waits {balance['load_wait_s']:,.2f} s)",
+        f"(hooks {balance['hook_s']:,.2f} s, waits for loads and tiers {balance['load_wait_s']:,.2f} s)",
         "" if net_s is None else (f"; net {net_s:+,.2f} s", "red" if net_s < 0 else "green"),
     )
     if balance["since"] is not None:

@@ -32,7 +32,7 @@ class Sums:
     net_s: float | None = field(metadata={"description": "`gain_s - cost_s`; null with `gain_s`"})
     hook_s: float = field(metadata={"description": "time in the engine's hooks"})
     load_wait_s: float = field(
-        metadata={"description": "time for which requests waited for loads before their first token"}
+        metadata={"description": "time for which requests waited for loads and tiers before their first token"}
     )
     saved_tokens: int = field(metadata={"description": "prompt tokens loaded from the pool or tiers"})
     stored_bytes: int

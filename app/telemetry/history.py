@@ -76,7 +76,10 @@ COUNTERS: dict[str, tuple[str, Callable[[Snapshot], float]]] = {
     "evicted": ("blocks that left the pool", lambda now: now.evictions.total),
     "regretted": ("evicted blocks that were requested again", lambda now: now.evictions.regretted),
     "cost_s": ("seconds that offloading has cost", lambda now: now.balance.cost_s),
-    "load_wait_s": ("seconds of these for which requests waited for loads", lambda now: now.balance.load_wait_s),
+    "load_wait_s": (
+        "seconds of these for which requests waited for loads and tiers",
+        lambda now: now.balance.load_wait_s,
+    ),
     "tier_wait_s": ("seconds for which requests waited for tiers", lambda now: now.tier_waits.seconds),
     "gain_s": ("seconds of computing that loaded tokens have saved", lambda now: now.balance.gain_s),
     "finished": ("requests finished or aborted", lambda now: now.requests.finished),

@@ -195,7 +195,7 @@ function showBalance(target, balance) {
     isLoss && !paused ? h("p", {}, "It costs more than it saves: ", h("a", { href: "#/config?setting=auto_pause" }, "auto_pause"),
       balance.auto_pause ? " pauses storing if that lasts." : " would pause storing if that lasts.") : null,
     facts([netS === null || netS === undefined ? null : [netS < 0 ? "net loss" : "net gain", spent(Math.abs(netS))],
-      ["prompt tokens loaded", count(balance.saved_tokens)], ["requests waited for loads", spent(balance.load_wait_s ?? 0)], ["in the engine's hooks", spent(balance.hook_s ?? 0)],
+      ["prompt tokens loaded", count(balance.saved_tokens)], ["requests waited for loads and tiers", spent(balance.load_wait_s ?? 0)], ["in the engine's hooks", spent(balance.hook_s ?? 0)],
       rate ? ["measured prefill", `${compact(rate)} tokens/s`] : null,
       total ? ["since the start", total.gain_s === null ? `cost ${spent(total.cost_s)}` : `saved ${spent(total.gain_s)}, cost ${spent(total.cost_s)}`] : null], true)].filter(Boolean));
 }
