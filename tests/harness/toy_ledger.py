@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tests.harness.toy_engine import ToyEngine
 
 PINNED_WAIT_S = 1.0
+KINDS_OF_WAITS = 3
+"""For tiers, for another request's load or promotion, and for blocks that only the device has."""
 
 
 @dataclass
@@ -62,6 +64,10 @@ class Record:
     waits_until_s: float | None = None
     tier_wait: TierWait | None = None
     """What its policy said when `waits_until_s` was set; None: it is to be set anew."""
+    waited_s: float = 0.0
+    """When it was last seen to wait."""
+    num_lapsed: int = 0
+    """How often `waits_until_s` was set anew because it passed before the next match."""
 
 
 @dataclass
@@ -332,6 +338,13 @@ class Ledger:
             ), f"{request.request_id} waits for a load that nobody leads"
             self._events["waited for another's load"] += record.waits_until_s is None
         tier_wait = record.state.policy.policy.tier_wait
+        if record.waits_until_s is None:
+            record.num_lapsed = 0
+        elif record.waited_s <= record.waits_until_s < engine.now_s and record.num_lapsed < KINDS_OF_WAITS:
+            # A wait of another kind may begin only now.
+            record.tier_wait = None
+            record.num_lapsed += 1
+        record.waited_s = engine.now_s
         if record.waits_until_s is None or tier_wait != record.tier_wait:
             # An operator may have given it more time meanwhile, or the clock was changed.
             record.tier_wait = tier_wait
