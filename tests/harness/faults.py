@@ -67,8 +67,17 @@ class Faults:
         self.enabled = False
         self.raised: Counter[str] = Counter()
 
-    def patch(self, cls: type, names: Collection[str] | None = None, *, after: bool = True) -> None:
+    def patch(
+        self,
+        cls: type,
+        names: Collection[str] | None = None,
+        *,
+        after: bool = True,
+        only_before: Collection[str] = (),
+    ) -> None:
         """Patch these methods of a class, by default all that it defines. `after` allows raising after the call.
+
+        Those in `only_before` never raise after it.
 
         Raises `ValueError` for a name that is not a method of this class.
         """
@@ -79,7 +88,8 @@ class Faults:
             if name.startswith("__") if names is None else name not in names:
                 continue
             if not inspect.isgeneratorfunction(method):
-                self._monkeypatch.setattr(cls, name, self._wrapped(f"{cls.__name__}.{name}", method, after=after))
+                wrapped = self._wrapped(f"{cls.__name__}.{name}", method, after=after and name not in only_before)
+                self._monkeypatch.setattr(cls, name, wrapped)
 
     def _wrapped(self, name: str, method: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -26,6 +26,8 @@ from kvferry.app.service.server import listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.store.threads import CallThreads
 from kvferry.app.telemetry.logs import LogPipe
+from kvferry.app.tiers.job_queue import JobQueue
+from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState
@@ -80,6 +82,8 @@ Trusted: the guard itself, queues of database calls (`TRUSTED`), the engine and 
 
 
 TRUSTED = (CallThreads,)
+HANDOVERS = {JobQueue: ["results"], ThreadedTier: ["poll"]}
+"""They raise before they take results: a lost one would leave its reset open, which has no time limit."""
 
 
 def patch_all(faults: Faults) -> None:
@@ -89,7 +93,7 @@ def patch_all(faults: Faults) -> None:
             for cls in vars(module).values():
                 is_own = inspect.isclass(cls) and cls.__module__ == module.__name__
                 if is_own and not issubclass(cls, (Exception, *TRUSTED)):
-                    faults.patch(cls)
+                    faults.patch(cls, only_before=HANDOVERS.get(cls, ()))
     faults.patch(JobLedger, after=False)
     faults.patch(BlockPool, ["hold", "release", "free_blocks", "contents", "resident"], after=False)
 
