@@ -90,17 +90,9 @@ class LoadOrCompute:
         explore = self._num_decided % EXPLORE_EVERY == 0
         return is_faster != explore
 
-    def declines(self, num_bytes: int, num_tokens: int, look_up_s: float) -> bool:
-        """Decide against a load before it is looked up; True is one decision, else it is left to `should_load`."""
-        num_decided = self._num_decided
-        if self.should_load(num_bytes, 0, num_tokens, look_up_s):
-            self._num_decided = num_decided
-            return False
-        return True
-
-    def may_load(self, num_bytes: int, num_tokens: int) -> bool:
+    def may_load(self, num_bytes: int, num_tokens: int, look_up_s: float = 0.0) -> bool:
         """Return whether loading is expected to be faster than computing, without a decision."""
-        return self._is_faster(num_bytes, num_tokens) is not False
+        return self._is_faster(num_bytes, num_tokens, look_up_s) is not False
 
     def _is_faster(self, num_bytes: int, num_tokens: int, look_up_s: float = 0.0) -> bool | None:
         """Return whether loading is faster by the measured rates; None if it is to be done whatever they are."""

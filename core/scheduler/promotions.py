@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -194,7 +194,7 @@ class Promotions:
         else:
             lookup.deadline_s = self._inflight.tier_deadline(state, max(lookup.limit_token - hit.end_token, 0))
             for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
-                if not self._is_of_use(client, lookup):
+                if not self._is_of_use(client, state, lookup):
                     client.use.gave_up += 1
                     client.num_unawaited += lookup.waits_for.pop(client)
 
@@ -292,14 +292,14 @@ class Promotions:
         if not is_early and self._inflight.is_overdue(state):
             return None
         limit = min(limit, hit.end_token + self._look_up_tokens)
-        missing = (key for group in self._layout.groups for key in self._missing_keys(state, group, hit, limit))
-        keys = list(dict.fromkeys(missing))
+        missing = [self._missing_keys(state, group, hit, limit) for group in self._layout.groups]
+        keys = list(dict.fromkeys(chain.from_iterable(missing)))
         if not keys:
             return None
+        num_bytes = sum(len(missing[group.index]) * group.slot_bytes for group in self._layout.full_groups)
         deadline_s = math.inf if is_early else self._inflight.tier_deadline(state, limit - hit.end_token)
-        lookup = TierLookup(
-            self._tier_loads.num_resets, self._manager.epoch, state.now_s, deadline_s, hit.end_token, limit, is_early
-        )
+        version, epoch = self._tier_loads.num_resets, self._manager.epoch
+        lookup = TierLookup(version, epoch, state.now_s, deadline_s, hit.end_token, limit, is_early, num_bytes)
         for client in clients:
             known = client.known_missing
             asked = [key for key in keys if not known.holds(key, state.now_s)] if known else keys
@@ -318,7 +318,8 @@ class Promotions:
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
-        if self._is_of_use(client, lookup):
+        client.cost_model.decision = self._cost_model.decision
+        if self._is_of_use(client, state, lookup):
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
@@ -341,14 +342,16 @@ class Promotions:
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
 
-    def _is_of_use(self, client: TierClient, lookup: TierLookup) -> bool:
+    def _is_of_use(self, client: TierClient, state: RequestState, lookup: TierLookup) -> bool:
         """Return whether a tier is expected to answer a look-up in time, and what it has would then be loaded."""
-        if lookup.began_s + _look_up_s(client, lookup) > lookup.deadline_s:
+        look_up_s = _look_up_s(client, lookup, state.now_s)
+        if state.now_s + look_up_s > lookup.deadline_s:
             return False
-        num_tokens, groups = lookup.num_tokens, self._layout.full_groups
-        num_bytes = sum(num_tokens // group.slot_tokens * group.slot_bytes for group in groups)
-        client.cost_model.decision = self._cost_model.decision
-        return not client.cost_model.declines(num_bytes, num_tokens, _look_up_s(client, lookup))
+        cost_model, num_bytes, num_tokens = client.cost_model, lookup.num_bytes, lookup.num_tokens
+        # A load that is faster is decided once the answer is known, which may be that there is nothing to load.
+        if client not in lookup.loads_anyway and not cost_model.may_load(num_bytes, num_tokens, look_up_s):
+            lookup.loads_anyway[client] = cost_model.should_load(num_bytes, 0, num_tokens, look_up_s)
+        return lookup.loads_anyway.get(client, True)
 
     def _add_ready(self, state: RequestState, lookup: TierLookup) -> None:
         """Have `advance` continue an early request once it waits for no tier any more."""
@@ -364,8 +367,9 @@ class Promotions:
         """Promote blocks that make the hit longer; False if there are none, or computing them is faster."""
         sources: dict[Key, TierClient] = {}
         for client in allowed_tiers(self._clients, state.policy.policy):
-            for key in lookup.answers.get(client.name, ()):
-                sources.setdefault(key, client)
+            if lookup.loads_anyway.get(client, True):
+                for key in lookup.answers.get(client.name, ()):
+                    sources.setdefault(key, client)
         if not sources:
             return False
         num_held = sum(len(promotion.slots) for promotion in self._tier_loads.open)
@@ -404,8 +408,8 @@ class Promotions:
         for block in wanted:
             sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
         for client, of_client in sizes.items():
-            look_up_s = _look_up_s(client, lookup)
-            if not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens, look_up_s):
+            is_decided = client in lookup.loads_anyway
+            if not is_decided and not client.cost_model.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
                 for each, declined in sizes.items():
                     each.use.declined += len(declined)
                 return False
@@ -454,9 +458,10 @@ class Promotions:
         self._tier_loads.load(client, job, state.now_s, end, is_early=lookup.is_early)
 
 
-def _look_up_s(client: TierClient, lookup: TierLookup) -> float:
-    """Return how long a look-up is expected to delay its request, 0 if it is not measured; an early one does not."""
-    return 0.0 if lookup.is_early else client.look_up_rate.shortest_s(1) or 0.0
+def _look_up_s(client: TierClient, lookup: TierLookup, now_s: float) -> float:
+    """Return how long a look-up will still delay its request, 0 if it is not measured; an early one does not."""
+    expected_s = 0.0 if lookup.is_early else client.look_up_rate.shortest_s(1) or 0.0
+    return max(lookup.began_s + expected_s - now_s, 0.0)
 
 
 def _may_promote(state: RequestState) -> bool:

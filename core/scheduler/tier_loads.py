@@ -33,7 +33,7 @@ class TierLookup:
     `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
     discarded after any reset, which changes `version`, and in another `epoch` of the pool. Keys of the tokens from
     `first_token` to `limit_token` were looked up, before the first match if it `is_early`; `num_lost` blocks were not
-    promoted.
+    promoted. The pool lacked `num_bytes` in the groups of which a prefix needs every block.
     """
 
     version: int
@@ -43,10 +43,13 @@ class TierLookup:
     first_token: int
     limit_token: int
     is_early: bool
+    num_bytes: int
     phase: LookupPhase = LookupPhase.LOOKING
     waits_for: Counter[TierClient] = field(default_factory=Counter)
     num_lost: int = 0
     answers: dict[str, set[Key]] = field(default_factory=dict)
+    loads_anyway: dict[TierClient, bool] = field(default_factory=dict)
+    """Whether to load from tiers that are slower than computing, decided before they have answered."""
 
     @property
     def num_tokens(self) -> int:

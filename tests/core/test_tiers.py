@@ -495,6 +495,109 @@ def test_a_tier_slower_than_computing_with_its_look_up_is_not_used() -> None:
     assert (use(engine).gave_up, use(engine).promoted) == (1, 0)
 
 
+def measure(engine: ToyEngine, *, load_s: float, compute_s: float = 1.0, look_up_s: float | None = None) -> None:
+    """Have the rates be those of a tier that loads five blocks in `load_s`, which are computed in `compute_s`."""
+    client = engine.offload.tiers.clients[0]
+    for _ in range(64):
+        client.cost_model.bytes_rate.observe(5 * SLOT_BYTES, load_s)
+        client.cost_model.tokens_rate.observe(5 * BLOCK_SIZE, compute_s)
+        if look_up_s is not None:
+            client.look_up_rate.observe(1, look_up_s)
+
+
+def test_a_slow_tier_without_the_blocks_is_waited_for_once_in_32_requests() -> None:
+    engine = engine_with()
+    engine.tiers["disk"].latency_s = engine.step_s
+    waited = []
+    for number in range(100):
+        measure(engine, load_s=10.0)
+        engine.add(request(f"s{number}", 5, family=number + 1))
+        engine.step()
+        waited.append(engine.requests[f"s{number}"].state == "waiting")
+        serve_on(engine)
+        settle(engine)
+    assert [number for number, has_waited in enumerate(waited, 1) if has_waited] == [32, 64, 96]
+
+
+def test_a_slow_tier_that_answers_early_is_used_once_in_32_requests() -> None:
+    engine = engine_with_stored()
+    waited = []
+    for number in range(100):
+        measure(engine, load_s=10.0)
+        engine.add(request(f"s{number}", 5))
+        engine.deliver([])
+        engine.tiers["disk"].latency_s = engine.step_s
+        engine.step()
+        waited.append(engine.requests[f"s{number}"].state == "waiting")
+        serve_on(engine)
+        settle(engine)
+        engine.tiers["disk"].latency_s = 0.0
+        forget(engine)
+    assert [number for number, has_waited in enumerate(waited, 1) if has_waited] == [32, 64, 96]
+
+
+def test_a_fast_tier_is_left_out_for_one_request_in_32_and_no_other() -> None:
+    engine = engine_with()
+    serve(engine, *(request(f"r{number}", 5, family=number + 1) for number in range(4)))
+    forget(engine)
+    for number in range(31):
+        measure(engine, load_s=0.01)
+        serve(engine, request(f"s{number}", 5))
+        forget(engine)
+    measure(engine, load_s=0.01)
+    last = [request(f"t{number}", 5, family=number + 1) for number in range(4)]
+    serve(engine, *last)
+    assert sum(not prompt_tokens(engine, one.request_id).tier_hit for one in last) == 1
+
+
+def test_an_early_look_up_that_is_about_to_be_answered_is_waited_for() -> None:
+    engine = engine_with_stored()
+    engine.tiers["disk"].latency_s = 0.6
+    measure(engine, load_s=0.6, look_up_s=0.6)
+    engine.add(request("s", 5))
+    engine.now_s += 0.6 - 2 * engine.step_s
+    engine.step()
+    assert engine.requests["s"].state == "waiting"
+
+
+def test_a_tier_is_waited_for_when_it_loads_the_few_blocks_that_lack() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    engine.device.forget_all()
+    assert engine.manager.drop_key(keys(5)[0], engine.now_s)
+    measure(engine, load_s=2.0)
+    serve(engine, request("s", 5))
+    counts = prompt_tokens(engine, "s")
+    assert (counts.host_hit, counts.tier_hit) == (16, {"disk": 4})
+
+
+def test_a_load_that_is_faster_counts_no_look_up_that_has_ended() -> None:
+    engine = engine_with_stored()
+    for key in keys(5, first=1):
+        del engine.tiers["disk"].blocks[key]
+    # A block in 80 ms, or 200 to compute.
+    measure(engine, load_s=0.4, look_up_s=0.3)
+    engine.tiers["disk"].latency_s = 0.3
+    engine.add(request("s", 5))
+    engine.step()
+    assert engine.requests["s"].state == "waiting"
+    engine.now_s += 0.3
+    engine.tiers["disk"].latency_s = 0.0
+    serve_on(engine)
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 4}
+
+
+def test_a_tier_that_is_too_slow_takes_no_hits_from_another() -> None:
+    engine = engine_with("fast", "slow")
+    serve(engine, request("r", 5))
+    forget(engine)
+    del engine.tiers["fast"].blocks[keys(5)[-1]]
+    measure(engine, load_s=0.01)
+    for _ in range(64):
+        engine.offload.tiers.clients[1].cost_model.bytes_rate.observe(5 * SLOT_BYTES, 10.0)
+    assert serve(engine, request("s", 5)).tier_hit == {"fast": 16}
+
+
 def test_followers_wait_for_the_request_that_promotes() -> None:
     engine = engine_with_stored()
     tier = engine.tiers["disk"]
