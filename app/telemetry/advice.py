@@ -24,8 +24,6 @@ MIN_GAIN_S = NOISE_S / WINDOW_S * HOUR_S
 """Seconds an hour below which no advice is given: 0.5% of the time, as a balance has to be negative by."""
 _CHECKS = 60
 """Looks for advice in a running balance's time."""
-
-
 _OF_LIMITS = (
     f"missed_tokens.evicted.{EvictionReason.TENANT_LIMIT}",
     f"missed_tokens.not_stored.{NotStored.TENANT_LIMIT}",
@@ -100,7 +98,8 @@ class Adviser:
         yield from _of_breaks(breaks, token_s * HOUR_S / min(uptime_s, BREAKS_S))
         yield from self._of_tenants(now, sum(increases[column] for column in _OF_LIMITS) * token_s * per_hour)
         waited_s, saved_s = increases["tier_wait_s"] * per_hour, increases["tier_hit"] * token_s * per_hour
-        enabled = [name for name, is_enabled in self._scheduler.tiers.enabled().items() if is_enabled]
+        # One may have been attached since `now`.
+        enabled = [name for name, is_on in self._scheduler.tiers.enabled().items() if is_on and name in now.tiers]
         yield from _of_tiers(now, enabled, waited_s, saved_s)
 
     def _of_tenants(self, now: Snapshot, seconds_per_hour: float) -> Iterator[Advice]:

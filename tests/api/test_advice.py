@@ -135,6 +135,20 @@ def test_advice_is_a_tier_for_which_requests_waited_in_vain(small: Service) -> N
     assert advise(small) is None
 
 
+def test_advice_names_the_tier_that_answers_last(small: Service) -> None:
+    attach_tier(small)
+    other = {"type": "fs", "path": str(small.database.parent / "tiers" / "other"), "max_bytes": "1GiB"}
+    assert small.shared_client.put("/admin/v1/tiers/other", json=other).status_code == 201
+    for client, look_up_s in zip(small.engine.offload.tiers.clients, (0.1, 2.0), strict=True):
+        for _ in range(64):
+            client.look_up_rate.observe(1, look_up_s)
+    for number in range(4):
+        answer(small, f"r{number}", 3, seed=number)
+    found = advise(small)
+    assert (found["kind"], found["command"]) == ("tier", "kvferry tiers disable other")
+    assert found["text"].endswith("The last to answer is other.")
+
+
 def test_advice_is_the_one_that_is_worth_most(small: Service) -> None:
     test_breaks.start(small)
     test_breaks.answer_with_clock(small, 2)
