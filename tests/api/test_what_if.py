@@ -110,7 +110,8 @@ def test_what_if_leaves_out_requests_that_offloading_does_not_concern(fresh: Ser
     fresh.context.prompts.start()
     # The device may serve these, as the curve cannot.
     alone = {"kv_transfer_params": {"store": False, "load": False}}
-    for number, fields in enumerate([alone, alone, {}, {"kv_transfer_params": {"store": False}}, alone]):
+    either = [{"kv_transfer_params": {field: False}} for field in ("load", "store")]
+    for number, fields in enumerate([alone, alone, *either, alone]):
         fresh.engine.answer(LoopRequest(f"one{number}", 64 * BLOCK_TOKENS + 1, num_output_tokens=1, **fields))
         fresh.settle()
     wait_until(lambda: fresh.context.prompts.num_queued_keys == 0, "all requests are counted")

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.core import breaks
-from kvferry.core.breaks import Break, compare
+from kvferry.core.breaks import ALIGNED_PAIRS, Break, compare
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.partings import TABLE_BITS, KeepTokenIds, Partings, PrefixOutcome
 from kvferry.core.pool.events import RequestBlocks, ResetEvent
@@ -188,8 +188,18 @@ def test_a_flood_of_several_kinds_in_turn_is_priced_by_whole_comparisons(num_hea
     assert found.num_tokens == pytest.approx(2000 * 784, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_prompts_stand_for_all_until_one_is_sampled(seed: int) -> None:
+    world = World(seed=seed)
+    body = world.text(800)
+    for number in range(40):
+        world.end([*world.text(5), *body])
+        if number > ALIGNED_PAIRS:
+            assert world.find()[0].num_tokens == pytest.approx(number * 784, rel=0.15)
+
+
 @pytest.mark.parametrize("num_head", [0, 100])
-def test_the_first_prompts_of_each_kind_do_not_stand_for_those_that_were_not_compared(num_head: int) -> None:
+def test_the_first_prompts_of_each_kind_do_not_stand_for_all_others(num_head: int) -> None:
     prices = []
     for seed in range(10):
         world = World(seed=seed)
