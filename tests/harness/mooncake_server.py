@@ -30,6 +30,11 @@ LOST_S = 60
 """Seconds after which the master forgets a client with its memory: one that a busy machine does not run is not dead."""
 SOON_LOST_S = 3
 """The same, for tests in which a client dies."""
+LEASE_MS = 10_000
+"""How long a client may take to read an object that it looked up: one that a busy machine does not run takes a second.
+
+Less than the tier's last removal of old blocks, in 15 seconds, which leaves out those with a lease.
+"""
 
 
 def program() -> Path:
@@ -59,7 +64,7 @@ class MooncakeMaster(ServerProcess):
     def command(self) -> Sequence[str]:
         return [str(program()), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--metrics_host=127.0.0.1",
                 f"--metrics_port={self.metrics_port}", f"--client_ttl={self.lost_s}",
-                "--default_kv_lease_ttl=1000"]  # fmt: skip
+                f"--default_kv_lease_ttl={LEASE_MS}"]  # fmt: skip
 
     def answers(self) -> bool:
         try:
