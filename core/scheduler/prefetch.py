@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import RequestIdentity
+from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.index import Prefix
 from kvferry.core.pool.manager import OffloadManager
@@ -38,6 +38,8 @@ class Prefetches:
         self._loads = loads
         self._clients = clients
         self._new_number = new_number
+        self._num_promised = 0
+        """Blocks that calls under way are still to load."""
 
     @property
     def max_blocks(self) -> int:
@@ -54,33 +56,40 @@ class Prefetches:
         missing = query.missing_slots(names)
         asked = {key for part in missing for key in query.keys_at(part)}
         with self._manager.lock:
-            if sum(not self._loads.is_loading(key) for key in asked) > self._num_left:
+            promised = {key for key in asked if not self._loads.is_loading(key)}
+            if len(promised) > self._num_left:
                 return None
+            self._num_promised += len(promised)
         num_loading = 0
-        for part in missing:
-            for first in range(0, len(part.positions), query.batch_keys):
-                batch = replace(part, positions=part.positions[first : first + query.batch_keys])
-                with self._manager.lock:
-                    num_loading += self._load(query, batch, now_s)
+        try:
+            for part in missing:
+                for first in range(0, len(part.positions), query.batch_keys):
+                    batch = replace(part, positions=part.positions[first : first + query.batch_keys])
+                    with self._manager.lock:
+                        num_loading += self._load(query, batch, promised, now_s)
+        finally:
+            with self._manager.lock:
+                self._num_promised -= len(promised)
         return num_loading
 
     @property
     def _num_left(self) -> int:
-        return self.max_blocks - sum(len(one.keys) for one in self._loads.open if one.is_prefetch)
+        num_open = sum(len(one.keys) for one in self._loads.open if one.is_prefetch)
+        return self.max_blocks - num_open - self._num_promised
 
-    def _load(self, query: PrefixQuery, part: MissingSlots, now_s: float) -> int:
-        """Load those of some slots that are not being loaded, as far as there is space; return their number."""
-        client = next((one for one in self._clients if one.name == part.name), None)
-        if client is None or not client.is_usable:
-            return 0
-        number, size_bytes = self._new_number(), part.group.slot_bytes
+    def _load(self, query: PrefixQuery, part: MissingSlots, promised: set[Key], now_s: float) -> int:
+        """Load those of some slots that are `promised`, as far as there is space; return their number."""
         # A prompt of hashes may repeat one.
         places = dict(zip(query.keys_at(part), part.positions.tolist(), strict=True))
-        named = [(key, position) for key, position in places.items() if not self._loads.is_loading(key)]
-        # Another call may load meanwhile.
-        named = named[: max(self._num_left, 0)]
-        if not named:
+        due = promised.intersection(places)
+        promised -= due
+        self._num_promised -= len(due)
+        # Another call may load some of them.
+        named = [(key, places[key]) for key in places if key in due and not self._loads.is_loading(key)]
+        client = next((one for one in self._clients if one.name == part.name), None)
+        if client is None or not client.is_usable or not named:
             return 0
+        number, size_bytes = self._new_number(), part.group.slot_bytes
         offer = self._manager.prepare_store(
             [key for key, _ in named],
             RequestIdentity(f"prefetch-{number}"),

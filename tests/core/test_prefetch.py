@@ -13,17 +13,17 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import RequestFilter
 from kvferry.core.scheduler.prefix_query import PrefixQuery
-from kvferry.core.tiers.base import TierResetResult, TierResult
-from tests.core.test_tiers import engine_with, engine_with_stored, forget, request, serve, settle, use
+from kvferry.core.tiers.base import TierJob, TierResetResult, TierResult
+from tests.core.test_tiers import engine_with, engine_with_stored, forget, keys, request, serve, settle, use
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
 
 WINDOW = GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 2 * BLOCK_SIZE + 1)
 
 
-def ask(engine: ToyEngine, num_blocks: int) -> PrefixQuery:
+def ask(engine: ToyEngine, num_blocks: int, family: int = 1) -> PrefixQuery:
     """A closed query of the prompt that the engine's tiers have."""
-    query = engine.offload.query_prefix(request("q", num_blocks).block_hashes)
+    query = engine.offload.query_prefix(request("q", num_blocks, family=family).block_hashes)
     query.ask_tiers(engine.now_s)
     while not query.has_answers():
         engine.deliver([])
@@ -98,6 +98,30 @@ def test_prefetch_of_more_than_an_eighth_of_the_pool_loads_nothing() -> None:
     assert prefetch(engine, 9) == 3
     settle(engine)
     assert num_in_pool(engine, 9) == 9
+    engine.check_idle()
+
+
+def test_prefetches_at_once_load_all_of_their_blocks_or_none() -> None:
+    engine = engine_with_stored("fast", "slow", blocks=6)
+    serve(engine, request("other", 5, family=2))
+    forget(engine)
+    for key in keys(6, first=3):
+        del engine.tiers["fast"].blocks[key]
+    first, second = ask(engine, 6), ask(engine, 5, family=2)
+    prefetches, numbers = engine.offload.tiers.prefetches, list[int | None]()
+    load = engine.tiers["fast"].load
+
+    def load_between(job: TierJob) -> None:
+        load(job)
+        if not numbers:
+            numbers.append(prefetches.begin(second, ["slow"], engine.now_s))
+
+    engine.tiers["fast"].load = load_between
+    assert prefetches.begin(first, ["fast", "slow"], engine.now_s) == 6
+    assert numbers == [None]
+    settle(engine)
+    assert prefetches.begin(second, ["slow"], engine.now_s) == 5
+    settle(engine)
     engine.check_idle()
 
 
