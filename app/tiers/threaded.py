@@ -125,6 +125,7 @@ class ThreadedTier:
             thread = threading.Thread(target=self._run, args=(run,), name=f"kvferry-tier-{self._name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._closer = threading.Thread(target=self._close_store, name=f"kvferry-close-{self._name}", daemon=True)
         self._wait_for_probe()
 
     # --- jobs ---------------------------------------------------------------------------------------------------
@@ -210,15 +211,15 @@ class ThreadedTier:
     def close(self, timeout_s: float) -> None:
         """See `Tier`. A thread that hangs is abandoned, and the store is closed once it has ended.
 
-        A copy that hangs is waited for: after this the pool may be unmapped.
+        A copy that hangs is waited for: after this the pool may be unmapped. May be called again, to wait longer.
         """
         self._queue.close()
         self._stopped.set()
         self._maintain_requested.set()
-        closer = threading.Thread(target=self._close_store, name=f"kvferry-close-{self._name}", daemon=True)
-        closer.start()
-        closer.join(timeout_s)
-        if closer.is_alive():
+        if self._closer.ident is None:
+            self._closer.start()
+        self._closer.join(timeout_s)
+        if self._closer.is_alive():
             num_alive = sum(thread.is_alive() for thread in self._threads)
             _log.warning("tier %s: threads that did not end at shutdown: %d", self._name, num_alive)
 

@@ -132,6 +132,7 @@ class DictionaryStore:
             return TierCounts(len(self.blocks), self._num_bytes(), self._max_bytes, evicted=self._evicted)
 
     def close(self) -> None:
+        assert not self.closed, "a second close would close files that others have opened since"
         self.closed = True
 
     def _num_bytes(self) -> int:

@@ -484,6 +484,15 @@ def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: Dictionar
     assert "kvferry-tier-bench" in before
     rig.tier.close(WAIT_S)
     assert store.closed
+
+
+def test_close_when_repeated_closes_the_store_once(
+    rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.tier.close(WAIT_S)
+    rig.tier.close(WAIT_S)
+    assert store.closed
+    assert "closing failed" not in caplog.text
     assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
