@@ -89,6 +89,20 @@ def test_store_that_fails_repeatedly_gets_only_probes(open_rig: Callable[..., Ri
     assert rig.health() == [f"{DOWN}; no block is kept or found"]
 
 
+def test_stores_that_wait_when_the_store_fails_count_as_dropped(
+    open_rig: Callable[..., Rig], store: DictionaryStore
+) -> None:
+    rig = open_rig(threads=1)
+    store.gate.clear()
+    tried, waiting = rig.submit_store(keys_of([1])), rig.submit_store(keys_of([2, 3]), first_slot=1)
+    assert store.entered.acquire(timeout=WAIT_S)
+    store.error = StoreUnavailable(DOWN, is_transient=False, needs_probe=True)
+    store.gate.set()
+    assert not any(rig.wait(tried).ok)
+    assert not any(rig.wait(waiting).ok)
+    assert (rig.counts().failed, rig.counts().dropped) == (1, 2)
+
+
 def test_store_that_needs_a_probe_is_not_used_before_it(open_rig: Callable[..., Rig], store: DictionaryStore) -> None:
     rig = open_rig()
     store.errors = [StoreUnavailable(DOWN, is_transient=False, needs_probe=True)]

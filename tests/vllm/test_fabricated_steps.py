@@ -313,6 +313,20 @@ def test_blocks_stored_while_those_behind_move_back_are_allocated_next(hits: boo
     assert world.take(len(held)) == held
 
 
+def test_blocks_stored_from_the_queues_end_go_before_those_freed_since() -> None:
+    """What was freed since is not stored yet, and would be lost."""
+    world = World(groups_of(fake.FULL))
+    device, pool = world.core._device, world.pool
+    stored, freed = world.take_cached(4, "a"), world.take_cached(4, "b")
+    world.take(pool.get_num_free_blocks())
+    pool.free_blocks(stored)
+    held = list(device.free_blocks())
+    device.hold(held)
+    pool.free_blocks(freed)
+    device.release(held, reuse_first=True)
+    assert world.take(len(held)) == held
+
+
 @pytest.mark.parametrize("was_free", [False, True])
 def test_blocks_used_by_a_request_while_stored_are_allocated_last(was_free: bool) -> None:
     """A slot is stored before its first block is reused; requests may use the others, which their prefixes share."""
