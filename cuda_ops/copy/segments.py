@@ -141,11 +141,10 @@ class SegmentPlanner:
 def _starts(device: Int64s, host: Int64s, extents: Int64s, size: int) -> Int64s:
     """Return the indices of the pieces of `size` bytes that start a segment: all but neighbors of the one before.
 
-    Neighbors are adjacent on both sides, in the same direction, within one extent.
+    Neighbors are adjacent on both sides, within one extent. They do not change direction, as a job has a block once.
     """
     steps = np.diff(device)
     is_next = (np.diff(host) == steps) & (np.abs(steps) == size) & (np.diff(extents) == 0)
-    is_next[1:] &= ~(is_next[:-1] & (steps[1:] != steps[:-1]))
     return np.flatnonzero(np.concatenate(([True], ~is_next)))
 
 
