@@ -401,13 +401,20 @@ def insert_rows(connection: Connection, table: Table, rows: Sequence[dict[str, A
 
 
 def write_accepted(connection: Connection, rows: Sequence[T], write: Callable[[Sequence[T]], object]) -> int:
-    """Write rows in the transaction under way; if the database rejects them, leave them out and return their number."""
-    if rows:
-        try:
-            with connection.begin_nested():
-                write(rows)
-        except (DataError, IntegrityError):
-            return len(rows)
+    """Write rows in the transaction under way, without those that the database rejects; return the number of these.
+
+    A request's id may have characters that the encoding of a PostgreSQL database lacks.
+    """
+    if not rows:
+        return 0
+    try:
+        with connection.begin_nested():
+            write(rows)
+    except (DataError, IntegrityError):
+        if len(rows) == 1:
+            return 1
+        middle = len(rows) // 2
+        return sum(write_accepted(connection, part, write) for part in (rows[:middle], rows[middle:]))
     return 0
 
 

@@ -43,8 +43,7 @@ class HistoryQueue:
 
     Appending requires the manager lock; the journal's thread prepares and confirms. No lock is needed: each
     counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is written, so
-    that `appended = queued + removed` always. Rows that the database rejects are dropped and counted, with those of the
-    same kind beside them.
+    that `appended = queued + removed` always. Rows that the database rejects are dropped and counted.
     """
 
     def __init__(self, engine: str, max_rows: int) -> None:
