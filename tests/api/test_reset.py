@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Cl
     fresh.engine.answer(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 20})
+        waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 60})
         with fresh.client() as other:
             wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
             assert other.get("/healthz").status_code == 200
@@ -107,9 +108,10 @@ def test_reset_when_its_client_disconnects_still_holds(fresh: Service, client: h
     fresh.engine.hold_copies()
     fresh.engine.answer(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.num_held_copies > 0, "a store is in flight")
-    with pytest.raises(httpx.ReadTimeout):
-        client.post(RESET, json={"drain_timeout_s": 3600}, timeout=0.3)
-    assert stats_of(client)["epoch"] == 1
+    with socket.create_connection(("127.0.0.1", fresh.port), DEADLINE_S) as raw:
+        head = f"POST {RESET} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 25\r\n"
+        raw.sendall(f'{head}\r\n{{"drain_timeout_s": 3600}}'.encode())
+        wait_until(lambda: stats_of(client)["epoch"] == 1, "the reset has happened")
 
     def recorded() -> bool:
         items = client.get("/admin/v1/audit").json()["items"]
@@ -233,7 +235,7 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     thread.start()
     try:
         with ThreadPoolExecutor(8) as pool, fresh.client() as client:
-            answers = list(pool.map(lambda _: client.post(RESET, json={"drain_timeout_s": 10}), range(40)))
+            answers = list(pool.map(lambda _: client.post(RESET, json={"drain_timeout_s": 60}), range(40)))
     finally:
         stop.set()
         thread.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu_pack
+from tests.harness.waiting import DEADLINE_S
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_day.sh"
 STEPS = ["imports", "tests", "none", "offloading", "kvferry eager", "kvferry lazy", "none again", "copies"]
@@ -28,7 +29,7 @@ def run(program: Path, *options: str, wrong: str = "no such", slow: str = "no su
     """Return the exit status and the table of steps: names, and how they ended."""
     results = program.parent / "results"
     command = [SCRIPT, "--python", program, "--peer", "offloading", *options, results]
-    done = subprocess.run(command, env=os.environ | {"WRONG": wrong, "SLOW": slow}, timeout=60, check=False)
+    done = subprocess.run(command, env=os.environ | {"WRONG": wrong, "SLOW": slow}, timeout=DEADLINE_S, check=False)
     lines = (results / "steps").read_text().splitlines()
     return done.returncode, [line.split("\t")[:2] for line in lines if not line.startswith("bfloat16")]
 

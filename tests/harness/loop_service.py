@@ -86,7 +86,7 @@ class Service(Running):
 
     def settle_history(self) -> None:
         """Wait until history is in the database."""
-        if not self.store.journal.flush(10):
+        if not self.store.journal.flush(DEADLINE_S):
             raise TimeoutError(f"history is not written: {self.store.degraded()}")
 
 

@@ -75,7 +75,7 @@ class MooncakeMaster(ServerProcess):
 
     def names(self, words: str = "") -> list[str]:
         """The names of all objects, or of those that have this in it."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/get_all_keys", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/get_all_keys", timeout=DEADLINE_S) as answer:
             return sorted(name for name in answer.read().decode().split() if words in name)
 
 

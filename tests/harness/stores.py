@@ -255,7 +255,7 @@ def read_only() -> Iterator[None]:
         event.remove(Pool, "checkout", refuse)
 
 
-def within_deadline(call: Callable[[], None], deadline_s: float = 5.0) -> None:
+def within_deadline(call: Callable[[], None], deadline_s: float = DEADLINE_S / 2) -> None:
     """Run a call that must not block on a thread, and fail if it did."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()

@@ -119,7 +119,7 @@ def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth
         with httpx.Client(base_url=served.url, timeout=DEADLINE_S, verify=False) as http:
             while not done.is_set():
                 body = {"match": {"request": "*a*"}} if len(epochs) % 3 == 2 else {}
-                answer = http.post("/admin/v1/reset", json={"reason": "test", "drain_timeout_s": 20, **body})
+                answer = http.post("/admin/v1/reset", json={"reason": "test", "drain_timeout_s": 60, **body})
                 assert answer.status_code == 200, answer.text
                 epochs.append(answer.json()["epoch"])
                 check_identities(http.get("/admin/v1/stats").json())

@@ -84,7 +84,7 @@ class Operators:
     def _call(self, http: httpx.Client, what: str) -> None:
         number = self._rng.randrange(NUM_REQUESTS)
         if what == "reset":
-            answer = http.post("/admin/v1/reset", json={"drain_timeout_s": 20, "reason": "test"})
+            answer = http.post("/admin/v1/reset", json={"drain_timeout_s": 60, "reason": "test"})
         elif what == "reset one":
             answer = http.post("/admin/v1/reset", json={"match": {"request": f"*{number % 10}"}, "reason": "test"})
         elif what == "mode":

@@ -20,6 +20,7 @@ from kvferry.core.tiers.base import TierStats
 from tests.harness.stores import busy_writer
 from tests.harness.toy_engine import ToyEngine
 from tests.harness.toy_tiers import ToyTier
+from tests.harness.waiting import wait_until
 
 MATCH = RequestFilter(tenant="0123*", lora="")
 KEY = b"\x07" * 33
@@ -211,8 +212,12 @@ def test_reset_that_cannot_be_written_shows_and_is_written_later(path: Path, cap
             (text,) = running.rows.degraded()
             assert text.startswith("1 open resets of tiers are lost if this process ends: the database was busy")
             assert rows_of(path) == []
-        running.rows.check()
-        assert running.rows.degraded() == []
+
+        def is_written() -> bool:
+            running.rows.check()
+            return not running.rows.degraded()
+
+        wait_until(is_written, "the reset is written")
         assert rows_of(path) == [("far", None, None)]
 
 

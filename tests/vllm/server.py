@@ -21,7 +21,7 @@ import psutil
 import vllm
 from kvferry.app.common.discovery import find_services
 from tests.harness.server_process import free_port
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import engine_options
 
 ROOT = Path(__file__).parents[2]
@@ -37,13 +37,13 @@ class VllmServer:
         self.url = url
         self.log = log
         self.state = state
-        self.client = httpx.Client(base_url=url, timeout=60.0)
+        self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
         self._admin: httpx.Client | None = None
 
     @property
     def admin(self) -> httpx.Client:
         if self._admin is None:
-            self._admin = httpx.Client(base_url=find_services(self.state)[0].url, timeout=30.0)
+            self._admin = httpx.Client(base_url=find_services(self.state)[0].url, timeout=DEADLINE_S)
         return self._admin
 
     @property
@@ -78,7 +78,7 @@ class VllmServer:
         def ask() -> None:
             while not done.is_set():
                 body = {"model": model, "prompt": [1], "max_tokens": 1}
-                httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
+                httpx.post(f"{self.url}/v1/completions", json=body, timeout=DEADLINE_S).raise_for_status()
 
         with ThreadPoolExecutor(1) as client:
             asking = client.submit(ask)
@@ -86,7 +86,7 @@ class VllmServer:
                 yield
             finally:
                 done.set()
-            asking.result(60.0)
+            asking.result(DEADLINE_S)
 
     def settled(self) -> Any:
         """The stats once nothing runs and no transfer is open."""

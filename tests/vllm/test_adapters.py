@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.requests import SUFFIX_BYTES, Adapters, VllmRequest
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, random_tokens
 from vllm.lora.request import LoRARequest
@@ -56,7 +56,7 @@ def lora(path: Path | str, name: str = "one", number: int = 1, load_inplace: boo
 
 def held_of(engine: InProcess, lora: str | None) -> int:
     """How much of the first prompt is held, for requests with or without an adapter."""
-    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=DEADLINE_S) as admin:
         answer = admin.post("/admin/v1/lookup", json={"token_ids": PROMPTS[0], "lora": lora}).raise_for_status()
         return int(answer.json()["anywhere"])
 

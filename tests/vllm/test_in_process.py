@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.app.service.server import url_of
 from kvferry.core.engine_api import StoreMode
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, random_tokens, shared_prefixes
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -131,7 +131,7 @@ def test_blocks_that_only_the_device_has_are_stored_for_a_request(llama: Path, t
 def test_answers_while_the_pool_is_resized_are_the_same(engine: InProcess, truth: list[Answer]) -> None:
     mib, answers, num_steps = 1 << 20, dict[str, Answer](), 0
     sizes = itertools.cycle(size * mib for size in (16, 256, 32, 64, 512, 16, 128))
-    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=DEADLINE_S) as admin:
 
         def resize(num_bytes: int) -> None:
             admin.patch("/admin/v1/config", json={"pool_bytes": num_bytes}).raise_for_status()
@@ -163,7 +163,7 @@ def test_answers_while_the_pool_is_resized_are_the_same(engine: InProcess, truth
 
 def test_lookup_says_what_a_request_would_find(engine: InProcess, truth: list[Answer]) -> None:
     prompt = PROMPTS[0]
-    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=DEADLINE_S) as admin:
 
         def look_up(**body: object) -> dict[str, object]:
             answer = admin.post("/admin/v1/lookup", json={"token_ids": list(prompt), **body}).raise_for_status()

@@ -16,7 +16,7 @@ import pytest
 from httpx_sse import connect_sse
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, tokens_of
@@ -191,7 +191,7 @@ def test_two_ranks_resize_the_pool_under_load_and_idle(server: VllmServer, truth
         for number, size in enumerate((8 * MIB, 256 * MIB, 32 * MIB, 64 * MIB, 8 * MIB), 1):
             wait_until(lambda: sum(map(Future.done, answers)) >= 9 * number, "requests go on", 60.0)  # noqa: B023
             server.resize(size)
-        assert_same([tokens_of(answer.result(60)) for answer in answers], truth * 3)
+        assert_same([tokens_of(answer.result(DEADLINE_S)) for answer in answers], truth * 3)
     for size in (8 * MIB, 192 * MIB, 48 * MIB):
         server.resize(size)
         pool = server.resized(size)

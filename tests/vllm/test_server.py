@@ -18,7 +18,7 @@ import pytest
 
 from kvferry.app.common.discovery import find_services
 from kvferry.app.engines.vllm.versions import cache_source
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, serving
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
@@ -136,7 +136,7 @@ def test_session_is_that_of_vllms_request(
 def test_the_command_line_finds_the_engine(server: VllmServer) -> None:
     env = environment(server.state, server.state)
     words = [sys.executable, "-m", "kvferry.app.cli", "stats", "--json"]
-    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, check=True, timeout=DEADLINE_S)
     assert json.loads(done.stdout)["engine"]["name"] == "vllm"
 
 
@@ -145,7 +145,7 @@ def test_operator_reset_while_requests_run_drops_blocks(server: VllmServer, trut
         answers = [clients.submit(ask, server, prompt) for prompt in PROMPTS[:60]]
         for _ in range(5):
             server.admin.post("/admin/v1/reset", json={"drain_timeout_s": 5}).raise_for_status()
-        assert_equal_tokens([answer.result(60) for answer in answers], truth[:60])
+        assert_equal_tokens([answer.result(DEADLINE_S) for answer in answers], truth[:60])
 
 
 def test_clean_run_logs_its_size_and_nothing_above_info(server: VllmServer) -> None:
