@@ -245,7 +245,9 @@ def test_audit_of_refused_strangers_is_limited_per_minute(tmp_path: Path) -> Non
 def test_prefetch_records_when_the_database_is_locked_wait_once(fresh: Service, tmp_path: Path) -> None:
     addresses = [f"127.0.0.{number}" for number in range(2, 8)]
     for address in addresses:
-        with httpx.Client(base_url=fresh.url, transport=httpx.HTTPTransport(local_address=address)) as client:
+        with httpx.Client(
+            base_url=fresh.url, transport=httpx.HTTPTransport(local_address=address), timeout=DEADLINE_S
+        ) as client:
             assert client.post("/admin/v1/prefetch", json={"hashes": ["00"]}).status_code == 202
     fresh.store.database.waits = Waits(busy_s=0.05)
     fresh.store.database.open()

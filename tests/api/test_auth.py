@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.api.test_openapi import CONTRACT
 from tests.harness.effort import examples
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
+from tests.harness.waiting import DEADLINE_S
 
 STREAMS = ("/admin/v1/stats/stream", "/admin/v1/events")
 PATHS = {
@@ -142,20 +143,27 @@ FOREIGN_HOSTS = [
 
 @pytest.mark.parametrize("host", LOCAL_HOSTS)
 def test_without_tokens_loopback_names_are_served(service: Service, host: str) -> None:
-    answer = httpx.get(service.url + "/admin/v1/stats", headers={"Host": host}, trust_env=False, verify=False)
+    answer = httpx.get(
+        service.url + "/admin/v1/stats", headers={"Host": host}, trust_env=False, verify=False, timeout=DEADLINE_S
+    )
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
 def test_without_tokens_a_foreign_host_is_refused(service: Service, host: str) -> None:
     for path in ("/admin/v1/stats", "/metrics", "/v1/models", "/ui/"):
-        answer = httpx.get(service.url + path, headers={"Host": host}, trust_env=False, verify=False)
+        answer = httpx.get(
+            service.url + path, headers={"Host": host}, trust_env=False, verify=False, timeout=DEADLINE_S
+        )
         assert answer.status_code == 403
         if path == "/v1/models":
             assert answer.json()["error"]["type"] == "invalid_request_error"
         else:
             assert answer.headers["Content-Type"] == "application/problem+json"
-    assert httpx.get(service.url + "/healthz", headers={"Host": host}, trust_env=False, verify=False).status_code == 200
+    answer = httpx.get(
+        service.url + "/healthz", headers={"Host": host}, trust_env=False, verify=False, timeout=DEADLINE_S
+    )
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from kvferry.app.api.routes.lookup import MAX_QUERIES, MAX_WAITING
 from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
 from tests.harness.loop_service import Service, errors_of, start_service
+from tests.harness.waiting import DEADLINE_S
 
 LOOKUP = "/admin/v1/lookup"
 
@@ -102,8 +103,8 @@ def test_lookup_is_open_to_the_read_token_and_to_nobody_else(tmp_path: Path) -> 
     with start_service(tmp_path, admin_token=admin, read_token=read) as service:
         for token, status in ((admin, 200), (read, 200), ("other-token-of-the-test", 401), (None, 401)):
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-            answer = httpx.post(service.url + LOOKUP, json={"hashes": ["00"]}, headers=headers)
+            answer = httpx.post(service.url + LOOKUP, json={"hashes": ["00"]}, headers=headers, timeout=DEADLINE_S)
             assert answer.status_code == status
         headers = {"Authorization": f"Bearer {read}"}
-        assert httpx.post(f"{service.url}/admin/v1/reset", headers=headers).status_code == 403
-        assert httpx.delete(service.url + LOOKUP, headers=headers).status_code in (403, 405)
+        assert httpx.post(f"{service.url}/admin/v1/reset", headers=headers, timeout=DEADLINE_S).status_code == 403
+        assert httpx.delete(service.url + LOOKUP, headers=headers, timeout=DEADLINE_S).status_code in (403, 405)

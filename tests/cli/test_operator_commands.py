@@ -24,7 +24,7 @@ from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
 from tests.harness.http_server import serve
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 
 def test_requests_lists_what_served_their_prompts(ask: Run) -> None:
@@ -366,7 +366,9 @@ def _forging(url: str) -> FastAPI:
 
     @service.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def forward(request: Request) -> Response:
-        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {ADMIN}"}) as http:
+        async with httpx.AsyncClient(
+            base_url=url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=DEADLINE_S
+        ) as http:
             target = str(request.url).removeprefix(str(request.base_url))
             answer = await http.request(
                 request.method, f"/{target}", content=await request.body(), headers={"Content-Type": "application/json"}

@@ -91,7 +91,7 @@ def running_prometheus(binary: str, folder: Path) -> Iterator[str]:
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/-/ready", verify=False).status_code == 200
+        return httpx.get(f"{url}/-/ready", verify=False, timeout=DEADLINE_S).status_code == 200
     except httpx.TransportError:
         return False
 

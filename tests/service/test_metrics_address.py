@@ -41,7 +41,7 @@ def address(served: Served) -> str:
 
 def get(url: str, token: str | None = ADMIN, method: str = "GET") -> httpx.Response:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx.request(method, url, headers=headers, trust_env=False, verify=False)
+    return httpx.request(method, url, headers=headers, trust_env=False, verify=False, timeout=DEADLINE_S)
 
 
 def test_metrics_are_served_on_both_addresses(served: Served, address: str) -> None:

@@ -11,7 +11,7 @@ from httpx_sse import connect_sse
 
 from tests.harness.loop_service import name_of_token, start_service
 from tests.harness.service_process import Served, serving
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 
 OLD, NEW, READ = "old-admin-token", "new-admin-token", "read-token"
 STATS = "/admin/v1/stats"
@@ -77,8 +77,8 @@ def test_stream_of_a_removed_token_ends_and_that_of_another_goes_on(served: Serv
     (folder / "data" / "admin").write_text(f"{OLD}\n{NEW}")
     wait_until(lambda: status(served, NEW) == 200, "the new token is valid")
     with (
-        httpx.Client(base_url=served.url, headers=bearer(OLD)) as old,
-        httpx.Client(base_url=served.url, headers=bearer(NEW)) as new,
+        httpx.Client(base_url=served.url, headers=bearer(OLD), timeout=DEADLINE_S) as old,
+        httpx.Client(base_url=served.url, headers=bearer(NEW), timeout=DEADLINE_S) as new,
         connect_sse(old, "GET", f"{STATS}/stream?interval_s=60") as ending,
         connect_sse(new, "GET", f"{STATS}/stream?interval_s=0.2") as lasting,
         connect_sse(old, "GET", "/admin/v1/events") as events,

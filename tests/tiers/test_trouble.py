@@ -169,9 +169,11 @@ def test_folder_when_emptied_in_use_is_locked_and_opens_again(tmp_path: Path, sh
         for entry in path.iterdir():
             entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
         wait_until((path / "lock").is_file, "the lock is made again", WAIT_S)
+        wait_until(lambda: not rig.health() and rig.serves(keys_of([1])), "it goes on", WAIT_S)
+        # It is locked a moment after it is made.
+        rig.wait_maintained()
         with pytest.raises(TierRefused, match="is used by another process"):
             file_rig(path, shared=not shared)
-        wait_until(lambda: not rig.health() and rig.serves(keys_of([1])), "it goes on", WAIT_S)
     with closing(file_rig(path, shared=shared)) as again:
         assert again.serves(keys_of([2]))
 

@@ -1024,7 +1024,7 @@ def test_admin_port_when_taken_is_replaced_by_a_free_one(
             port, extra["port"] = extra["port"], 0
         (found,) = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
         assert found.url != f"http://127.0.0.1:{port}"
-        assert httpx.get(f"{found.url}/healthz").status_code == 200
+        assert httpx.get(f"{found.url}/healthz", timeout=DEADLINE_S).status_code == 200
     assert f"admin port {port} is taken: listening on {found.url}" in capfd.readouterr().err
 
 

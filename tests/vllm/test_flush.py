@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import PROMPTS, assert_nothing_left, full_blocks
 from tests.vllm.workload import Answer, assert_same
@@ -17,7 +17,9 @@ FEW = 24
 
 def flush(engine: InProcess) -> Any:
     """Flush the tier, and return the flush once it has ended, without a step of the engine."""
-    with httpx.Client(base_url=f"{engine.connector._the_core().admin_url}/admin/v1/tiers/") as admin:
+    with httpx.Client(
+        base_url=f"{engine.connector._the_core().admin_url}/admin/v1/tiers/", timeout=DEADLINE_S
+    ) as admin:
         begun = admin.post("disk/flush", json={})
         assert begun.status_code == 202, begun.text
         wait_until(lambda: admin.get("disk").json()["flush"]["state"] != "running", "the end of the flush")

@@ -205,8 +205,8 @@ def test_metrics_when_their_port_is_taken_have_another(llama: Path, truth: list[
             assert_same(engine.generate(PROMPTS[:2]), truth[:2])
             address = url_of(engine.connector._the_core()._metrics)
             assert not address.endswith(f":{port}")
-            assert 'engine="vllm"' in httpx.get(f"{address}/metrics").text
-            assert httpx.get(f"{address}/admin/v1/stats").status_code == 404
+            assert 'engine="vllm"' in httpx.get(f"{address}/metrics", timeout=DEADLINE_S).text
+            assert httpx.get(f"{address}/admin/v1/stats", timeout=DEADLINE_S).status_code == 404
 
 
 def test_control_other_bytes_in_the_pool_change_answers(engine: InProcess, truth: list[Answer]) -> None:
@@ -229,7 +229,7 @@ def test_a_span_that_changes_near_the_front_is_a_break(llama: Path) -> None:
         for prompt in prompts:
             engine.generate([prompt])
         engine.settle()
-        with httpx.Client(base_url=engine.connector._the_core().admin_url) as admin:
+        with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=DEADLINE_S) as admin:
             wait_until(lambda: bool(admin.get("/admin/v1/breaks").json()["items"]), "the prompts are compared")
             (found,) = admin.get("/admin/v1/breaks").json()["items"]
     assert (found["position"], found["exact"], found["token_ids"]) == (100, True, [[11, 12], [13, 14, 15]])
@@ -252,7 +252,7 @@ def test_kv_hints_are_counted_and_a_session_is_reset_alone(llama: Path) -> None:
             next(done for done in itertools.count() if engine.step())
         engine.settle()
         assert engine.snapshot().requests.kv_hints == {"pin": 2, "other": 2}
-        with httpx.Client(base_url=engine.connector._the_core().admin_url) as admin:
+        with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=DEADLINE_S) as admin:
             metrics = admin.get("/metrics").text
             assert 'kvferry_kv_hints_total{action="pin"} 2.0' in metrics
             dropped = admin.post("/admin/v1/reset", json={"match": {"session": "s1"}}).json()

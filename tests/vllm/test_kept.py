@@ -18,7 +18,7 @@ import torch
 from kvferry.core.errors import StartError
 from kvferry.core.stats import MissCause
 from kvferry.cuda_ops.persistent.lock import PoolLock
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, assert_equal_tokens
@@ -161,7 +161,8 @@ def test_pool_when_weights_differ_is_dropped_and_field_named(
         after = engine.settle()
         assert after.prompt_tokens.host_hit == 0
         assert after.missed_tokens.causes[MissCause.OTHER_FINGERPRINT] == len(FEW[0]) // BLOCK * BLOCK
-        shown = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats").json()["recovery"]
+        stats = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats", timeout=DEADLINE_S).json()
+        shown = stats["recovery"]
         assert shown["dropped"] == {"foreign": stored}
         assert shown["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err

@@ -19,6 +19,7 @@ from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
 from kvferry.core.pool.events import ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.kv_router import Router
+from tests.harness.waiting import DEADLINE_S
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
 from vllm.distributed.kv_events import KVEventBatch
@@ -258,6 +259,6 @@ def test_stats_with_events_count_those_that_the_publisher_received(llama: Path) 
     with routed(llama) as engine:
         engine.ask(random_tokens(random.Random(97), 5 * BLOCK + 5))
         of_pool = [event for event in engine.router.events if getattr(event, "medium", None) == "CPU"]
-        stats = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats").json()
+        stats = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats", timeout=DEADLINE_S).json()
         assert stats["kv_events"] == {"published": len(of_pool)}
         assert of_pool

@@ -17,6 +17,7 @@ import kvferry.app.engines.vllm as entry
 from kvferry.app.engines.vllm.metadata import RankHandshake
 from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics
 from kvferry.core.transfers import Direction, TransferJob
+from tests.harness.waiting import DEADLINE_S
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
@@ -111,7 +112,7 @@ def test_handshake_with_two_connectors_is_left_to_the_other(engine: BesideAnothe
     """vLLM takes the first connector's that has one, for all of them: NIXL refuses to start with another's."""
     engine.connector_of_worker._handshake = RankHandshake()
     assert get_kv_transfer_group().get_handshake_metadata() is None
-    assert httpx.get(f"{engine.connector._the_core().admin_url}/healthz").status_code == 200
+    assert httpx.get(f"{engine.connector._the_core().admin_url}/healthz", timeout=DEADLINE_S).status_code == 200
 
 
 def test_vllm_reset_with_two_connectors_resets_the_pool(engine: BesideAnother) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 
+from tests.harness.waiting import DEADLINE_S
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
@@ -99,4 +100,4 @@ def test_engine_after_sleep_gives_the_same_answers(engine: InProcess) -> None:
         assert counts.load.blocks > before
         assert (counts.load.failed, counts.store.failed) == (0, 0)
     # The hand-shake that vLLM repeats after each wake-up leaves the admin API as it was.
-    assert httpx.get(f"{admin_url}/readyz").status_code == 200
+    assert httpx.get(f"{admin_url}/readyz", timeout=DEADLINE_S).status_code == 200
