@@ -42,7 +42,6 @@ SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "20"))
 """Random faults in one run; 1,000 take a few minutes."""
 NUM_CLIENTS = 8
-SETTLE_S = 20.0
 NUM_TRIES = 20
 """How often to ask until the tier was used: on a busy machine computing may seem faster."""
 SPARE_FILES = 8
@@ -117,7 +116,7 @@ class Service(Served):
         return super().tokens(prompt, **{"max_tokens": OUTPUT, "ignore_eos": True} | body)
 
     def reset(self) -> bool:
-        return self.http.post("/admin/v1/reset", json={"drain_timeout_s": 3}).status_code == 200
+        return self.http.post("/admin/v1/reset", json={"drain_timeout_s": 60}).status_code == 200
 
     def leftovers(self) -> dict[str, object]:
         """What should be zero while nothing runs."""
@@ -214,10 +213,10 @@ def ask_all(service: Service, prompts: list[list[int]], answers: list[list[int]]
 
 
 def settle(service: Service) -> None:
-    """Reset, and check that all is free, ready and consistent within seconds."""
+    """Reset, and check that all is free, ready and consistent."""
     try:
-        wait_until(service.reset, "a reset works", SETTLE_S)
-        wait_until(lambda: not service.leftovers(), "nothing is under way", SETTLE_S)
+        wait_until(service.reset, "a reset works")
+        wait_until(lambda: not service.leftovers(), "nothing is under way")
     except TimeoutError as error:
         last = service.http.post("/admin/v1/reset", json={"drain_timeout_s": 1}).text
         raise AssertionError(f"left: {service.leftovers()}; {service.not_ready()}; {last}") from error
@@ -309,10 +308,10 @@ def test_requests_are_answered_when_anything_raises(
         num_faults, num_places = faults.raised.total(), len(faults.raised)
         print(f"seed {SEED}: {num_faults} faults in {num_places} places, {rounds * len(prompts)} requests, {seen}")  # noqa: T201
         settle(service)
-        wait_until(lambda: has_its_size(service), "the pool has its size again", SETTLE_S)
+        wait_until(lambda: has_its_size(service), "the pool has its size again")
         assert_offloads(service, prompts, answers)
-        wait_until(lambda: service.not_ready() is None, f"ready: {service.not_ready()}", SETTLE_S)
+        wait_until(lambda: service.not_ready() is None, f"ready: {service.not_ready()}")
         settle(service)
-        wait_until(lambda: not threads - own_threads(), f"all threads run: {own_threads()}, {threads}", SETTLE_S)
+        wait_until(lambda: not threads - own_threads(), f"all threads run: {own_threads()}, {threads}")
         assert not own_threads() - threads - ON_DEMAND
         assert open_files().total() <= files.total() + SPARE_FILES, open_files() - files

@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 DEVICE_BLOCKS = 72
 POOL_BYTES = "128MiB"
-SETTLE_S = 20.0
 
 
 def transfer_config(**extra: object) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class InProcess:
 
     def settle(self) -> Snapshot:
         """Take steps until no transfer is open."""
-        wait_until(lambda: (self.step(), not self.scheduler.has_open_work())[1], "every transfer has ended", SETTLE_S)
+        wait_until(lambda: (self.step(), not self.scheduler.has_open_work())[1], "every transfer has ended")
         return self.snapshot()
 
     def forget_device(self) -> None:

@@ -43,7 +43,7 @@ from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from tests.harness.server_process import free_port
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
@@ -61,8 +61,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-
-DEADLINE_S = 20.0
 
 
 @dataclass

@@ -26,7 +26,7 @@ from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import Direction, TransferResult
 from kvferry.cuda_ops.persistent.transient_file import TransientFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, job, mixed_group
 from vllm.v1.kv_cache_interface import (
@@ -42,7 +42,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 ALL = tuple(KVCacheLayout)
 WHOLE_PAGES = tuple(layout for layout in ALL if layout.is_block_compact)
-DEADLINE_S = 20.0
 
 CASES: dict[str, tuple[tuple[KVCacheLayout, ...], list[KVCacheGroupSpec]]] = {
     "full": (ALL, groups_of(fake.FULL)),

@@ -23,7 +23,6 @@ FEW_TOKENS = 3
 NUM_TRIES = 10
 """How often to ask until requests were served from the tier: none waits for it longer than computing would take."""
 DOWN = "tier redis: the server cannot be reached; no block is kept or found"
-LIMIT_S = 60.0
 
 
 def config(redis: RedisServer) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def store_all(server: VllmServer, truth: Sequence[Answer]) -> None:
     before = tier(server)["stored"]
     empty(server)
     ask_all(server, truth)
-    wait_until(lambda: tier(server)["stored"] > before and not tier(server)["open_jobs"], "stored in the tier", LIMIT_S)
+    wait_until(lambda: tier(server)["stored"] > before and not tier(server)["open_jobs"], "stored in the tier")
 
 
 def is_served_by_tier(server: VllmServer, truth: Sequence[Answer]) -> bool:
@@ -84,22 +83,22 @@ def test_two_servers_share_blocks_outages_and_resets(llama: Path, tmp_path: Path
         for server in (first, second):
             empty(server)
             assert ask_all(server, truth) == 0
-            wait_until(lambda: DOWN in degraded(server), "the outage shows", LIMIT_S)  # noqa: B023
+            wait_until(lambda: DOWN in degraded(server), "the outage shows")  # noqa: B023
             empty(server)
             assert ask_all(server, truth) == 0
             assert str(redis.port) not in json.dumps(degraded(server))
         redis.start()
         for server in (first, second):
-            wait_until(lambda: not degraded(server), "well again", LIMIT_S)  # noqa: B023
+            wait_until(lambda: not degraded(server), "well again")  # noqa: B023
         store_all(first, truth)
         assert any(is_served_by_tier(second, truth) for _ in range(NUM_TRIES))
 
         second.stop(signal.SIGKILL)
         done = first.admin.post("/admin/v1/reset", json={"tiers": ["redis"]})
         assert done.status_code in (200, 202)
-        wait_until(lambda: not tier(first)["open_resets"], "the reset", LIMIT_S)
+        wait_until(lambda: not tier(first)["open_resets"], "the reset")
         again = running.enter_context(serving(llama, config(redis), folders[1], env))
         assert ask_all(again, truth) == 0
         # What it stored itself is there for the other one.
-        wait_until(lambda: tier(again)["stored"] > 0 and not tier(again)["open_jobs"], "stored in the tier", LIMIT_S)
+        wait_until(lambda: tier(again)["stored"] > 0 and not tier(again)["open_jobs"], "stored in the tier")
         assert any(is_served_by_tier(first, truth) for _ in range(NUM_TRIES))

@@ -14,7 +14,7 @@ import pytest
 from kvferry.core.stats import NotStored
 from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import DEADLINE_S, wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes
@@ -23,7 +23,6 @@ PROMPTS = shared_prefixes(80, seed=11)
 SOME = PROMPTS[:40]
 LARGE = (PROMPTS[1] * 8)[:1990]
 """Leaves less of the device than any other prompt needs."""
-DEADLINE_S = 20.0
 
 Plan = Callable[[CpuCopyEngine, TransferJob, Any], Any]
 
