@@ -9,6 +9,7 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from tests.harness.waiting import wait_until
 
@@ -78,12 +79,22 @@ class ServerProcess(ABC):
         self.process.wait()
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs: a signal alone returns before that."""
+    try:
+        return all("\nState:\tT" in thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/status"))
+    except (FileNotFoundError, ProcessLookupError):
+        # One that has just ended.
+        return False
+
+
 @contextmanager
 def stopped(pids: Sequence[int]) -> Iterator[None]:
     """These processes do not run meanwhile."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: all(map(_is_stopped, pids)), "all threads are stopped")
         yield
     finally:
         for pid in pids:

@@ -118,7 +118,7 @@ def test_host_that_dies_costs_its_blocks_and_no_reset_is_lost(tmp_path: Path) ->
 
 def test_client_that_is_killed_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mooncake_store(tmp_path) as (master, _), closing(mooncake_rig(master, **SHORT)) as rig:
-        assert rig.serves(KEYS)
+        wait_until(lambda: rig.serves(KEYS), "serves", WAIT_S)
         client_of(rig).kill()
         wait_until(lambda: rig.load(KEYS) == [True] * 4 and not rig.health(), "serves", WAIT_S)
         client = client_of(rig)
@@ -134,7 +134,7 @@ def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> 
         closing(mooncake_rig(master, num_slots=32, **given)) as rig,
         closing(mooncake_rig(master, **given)) as other,
     ):
-        assert rig.serves(KEYS)
+        wait_until(lambda: rig.serves(KEYS), "serves", WAIT_S)
         new = keys_of(LARGE[:4])
         with stopped([client_of(rig).pid]):
             number, load = rig.submit_store(new, first_slot=8), rig.submit_load(KEYS)
@@ -149,8 +149,8 @@ def test_reset_by_another_holds_for_a_client_that_was_paused(tmp_path: Path) -> 
         assert all(rig.slots.is_wiped(slot) for slot in range(16))
         for one in (rig, other):
             assert one.find([*KEYS, *new]) == one.load([*KEYS, *new]) == [False] * 8
-        assert rig.serves(KEYS)
-        assert other.load(KEYS) == [True] * 4
+        wait_until(lambda: rig.serves(KEYS), "serves", WAIT_S)
+        wait_until(lambda: other.load(KEYS) == [True] * 4, "the other loads", WAIT_S)
 
 
 def test_client_ends_with_an_engine_that_is_killed(tmp_path: Path) -> None:
