@@ -484,6 +484,7 @@ def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: Dictionar
     assert "kvferry-tier-bench" in before
     rig.tier.close(WAIT_S)
     assert store.closed
+    assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_close_when_repeated_closes_the_store_once(
@@ -493,7 +494,6 @@ def test_close_when_repeated_closes_the_store_once(
     rig.tier.close(WAIT_S)
     assert store.closed
     assert "closing failed" not in caplog.text
-    assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: DictionaryStore) -> None:
