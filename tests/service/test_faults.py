@@ -223,10 +223,18 @@ def settle(service: Service) -> None:
     check_identities(service.stats())
 
 
-def has_its_size(service: Service) -> bool:
-    """Ask for the size that the pool began with; whether it has that."""
-    answer = service.http.patch("/admin/v1/config", json={"pool_bytes": NUM_SLOTS * SLOT_BYTES})
-    return answer.status_code == 200 and service.stats()["pool"]["slots"] == NUM_SLOTS
+def restore_size(service: Service) -> None:
+    """Ask for the size that the pool began with, and check that it has that."""
+    answers = []
+
+    def has_its_size() -> bool:
+        answers.append(service.http.patch("/admin/v1/config", json={"pool_bytes": NUM_SLOTS * SLOT_BYTES}))
+        return answers[-1].status_code == 200 and service.stats()["pool"]["slots"] == NUM_SLOTS
+
+    try:
+        wait_until(has_its_size, "the pool has its size again")
+    except TimeoutError as error:
+        raise AssertionError(f"{answers[-1].text}; {service.stats()['pool']}; {service.not_ready()}") from error
 
 
 def assert_offloads(service: Service, prompts: list[list[int]], answers: list[list[int]]) -> None:
@@ -308,7 +316,7 @@ def test_requests_are_answered_when_anything_raises(
         num_faults, num_places = faults.raised.total(), len(faults.raised)
         print(f"seed {SEED}: {num_faults} faults in {num_places} places, {rounds * len(prompts)} requests, {seen}")  # noqa: T201
         settle(service)
-        wait_until(lambda: has_its_size(service), "the pool has its size again")
+        restore_size(service)
         assert_offloads(service, prompts, answers)
         wait_until(lambda: service.not_ready() is None, f"ready: {service.not_ready()}")
         settle(service)
