@@ -336,7 +336,10 @@ class Promotions:
             if result is not None:
                 answered = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
                 client.use.found += len(answered)
-                lookup.answers[client.name] = answered
+                if lookup.loads_anyway.get(client, True):
+                    lookup.answers[client.name] = answered
+                else:
+                    client.use.declined += len(answered)
             self._add_ready(state, lookup)
 
         client.use.looked_up += len(keys)
@@ -367,9 +370,8 @@ class Promotions:
         """Promote blocks that make the hit longer; False if there are none, or computing them is faster."""
         sources: dict[Key, TierClient] = {}
         for client in allowed_tiers(self._clients, state.policy.policy):
-            if lookup.loads_anyway.get(client, True):
-                for key in lookup.answers.get(client.name, ()):
-                    sources.setdefault(key, client)
+            for key in lookup.answers.get(client.name, ()):
+                sources.setdefault(key, client)
         if not sources:
             return False
         num_held = sum(len(promotion.slots) for promotion in self._tier_loads.open)

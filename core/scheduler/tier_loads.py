@@ -49,7 +49,7 @@ class TierLookup:
     num_lost: int = 0
     answers: dict[str, set[Key]] = field(default_factory=dict)
     loads_anyway: dict[TierClient, bool] = field(default_factory=dict)
-    """Whether to load from tiers that are slower than computing, decided before they have answered."""
+    """Whether to load from tiers that are slower than computing, decided before they answer; declined answers go."""
 
     @property
     def num_tokens(self) -> int:

@@ -474,7 +474,7 @@ def test_a_tier_whose_loads_would_be_declined_is_not_waited_for() -> None:
         forget(engine)
     # Its loads are measured again now and then, and taken again once one of them was fast.
     assert waited == [False] * 31 + [True] * 29
-    assert use(engine).gave_up == 31
+    assert (use(engine).gave_up, use(engine).declined) == (31, 31 * 5)
     assert use(engine).promoted > 0
 
 
