@@ -218,7 +218,9 @@ class TierClient:
                 break
             self.use.timed_out += 1
             self._record_failure("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
-            self._cancel(oldest, now_s)
+            if not self._cancel(oldest, now_s):
+                # It may have waited for a copy that hangs: the others follow in later calls.
+                break
 
     def close(self, now_s: float) -> None:
         """Submit nothing from now on, and cancel all jobs."""
@@ -290,13 +292,15 @@ class TierClient:
             # The tier may have accepted the job before it raised.
             self._cancel(job, job.opened_s)
 
-    def _cancel(self, job: OpenTierJob, now_s: float) -> None:
-        """Cancel and end a job; if the tier raises, a job with slots keeps them."""
+    def _cancel(self, job: OpenTierJob, now_s: float) -> bool:
+        """Cancel and end a job; if the tier raises, return False, and a job with slots keeps them."""
         del self._open[job.number]
-        if self._succeeds("cancel", lambda: self._tier.cancel(job.number)) or not len(job.slots):
+        is_canceled = self._succeeds("cancel", lambda: self._tier.cancel(job.number))
+        if is_canceled or not len(job.slots):
             job.end(None, now_s)
         else:
             self._stuck[job.number] = job
+        return is_canceled
 
     def _process(self, result: TierResult | TierResetResult, now_s: float) -> None:
         if isinstance(result, TierResetResult):

@@ -350,6 +350,23 @@ def test_tier_that_cannot_cancel_keeps_its_slots_and_gets_no_jobs() -> None:
     assert set(keys(3, family=3)) <= tier.blocks.keys(), "once it has, it is used again"
 
 
+def test_jobs_whose_cancel_waits_in_vain_are_canceled_one_a_poll() -> None:
+    engine = engine_with(num_slots=64)
+    tier = engine.tiers["disk"]
+    tier.dead = True
+    for number in range(3):
+        serve_on(engine, request(f"r{number}", 3, family=number))
+    tier.raises = {"cancel"}
+    canceled = []
+    for _ in range(5):
+        engine.offload.tiers.poll(engine.now_s + TIMEOUT_S + 1)
+        canceled.append(use(engine).timed_out)
+    assert canceled == [1, 2, 3, 4, 4], "each has waited for a copy that hangs, on the engine's thread"
+    tier.dead = False
+    settle(engine)
+    engine.check_idle()
+
+
 # --- promotions -----------------------------------------------------------------------------------------------------
 
 
