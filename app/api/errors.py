@@ -49,7 +49,7 @@ class ProblemModel(BaseModel):
 
 
 class Problem(Exception):
-    """Raised below a route to answer with a problem document."""
+    """Raised in a route or in middleware to answer with a problem document."""
 
     def __init__(
         self,

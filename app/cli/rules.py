@@ -44,7 +44,7 @@ def _span(text: str | None) -> int | dict[str, int] | None:
 @answers(*COLUMNS, empty="no rules")
 def list_rules(service: Service) -> Answer:
     """Show all rules, in the order in which they are evaluated."""
-    # More than a service can have.
+    # As many as a service can have (`MAX_RULES`).
     return {"items": service.get("rules", limit=1000)["items"]}
 
 

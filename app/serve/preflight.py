@@ -1,7 +1,7 @@
 """Checks of settings against this machine before anything is loaded, for `kvferry serve` and `kvferry config check`.
 
-The checks create nothing. `kvferry config check` also runs those that need PyTorch and the model's configuration; a
-start finds these problems while it loads the model.
+The checks create nothing. `kvferry config check` also runs `layout_problems`, which needs PyTorch and the model's
+configuration; a start finds these problems while it loads the model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Loads are served before look-ups, and these before stores, because requests wait for them; one thread serves no stores,
 so that a look-up does not wait for large ones. The number of blocks that wait to be stored is bounded, and blocks
 beyond it are dropped; those to be loaded have slots of the pool, which bounds them. All state is in memory under one
-lock, held briefly.
+lock, held briefly, and acquired under the manager lock: under it no other is.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ the job keeps its slots until that has ended. One thread more than `threads` is 
 
 A call that fails for a moment is repeated within its job's time limit. After several failed calls in a row the tier
 stops: lookups miss, stores are dropped, and the housekeeping thread probes the store until it answers. A tier whose
-store is unavailable when it is opened starts in this state.
+store is unavailable when it is opened starts in this state. A call that hangs is none of these: `TierClient` ends its
+job at the time limit.
 """
 
 from __future__ import annotations

@@ -357,6 +357,8 @@ class OffloadManager:
     def reset(self, filled: Slots, now_s: float) -> int:
         """Drop all blocks, in time proportional to the slots of open transfers, and return how many were ready.
 
+        Called by `kvferry.core.scheduler.resets` alone, which knows `filled`.
+
         Args:
             filled: Slots that open transfers write to. `abort_store` frees them; slots that are read are freed when
                 their loads and reads end.

@@ -1,4 +1,4 @@
-"""The runtime defaults of the request policy."""
+"""The runtime defaults of the request policy, in memory only; rules and overrides are in `rules.py`, `requests.py`."""
 
 from __future__ import annotations
 
