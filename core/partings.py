@@ -98,8 +98,10 @@ class Partings:
     def begin_anew(self) -> None:
         """Forget all requests; the counter stays."""
         self.breaks.clear()
-        self._hashes = np.zeros(self._num_places, dtype=np.uint64)
-        self._owners = np.zeros(self._num_places, dtype=np.int64)
+        table = np.zeros((self._num_places, 2), dtype=np.uint64)
+        # Beside each other: a place is one access of memory, which is most of what a key costs.
+        self._hashes = table[:, 0]
+        self._owners = table.view(np.int64)[:, 1]
         """Twice the number of the latest request with the key, plus one if that request ended there."""
         self._ended: OrderedDict[int, _Ended] = OrderedDict()
         """The latest requests, by number."""
