@@ -194,7 +194,7 @@ class Promotions:
         else:
             lookup.deadline_s = self._inflight.tier_deadline(state, max(lookup.limit_token - hit.end_token, 0))
             for client in list(lookup.waits_for) if lookup.phase is LookupPhase.LOOKING else ():
-                if not self._is_of_use(client, state, lookup):
+                if not self._is_of_use(client, lookup, state.now_s):
                     client.use.gave_up += 1
                     client.num_unawaited += lookup.waits_for.pop(client)
 
@@ -319,7 +319,7 @@ class Promotions:
 
     def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
         client.cost_model.decision = self._cost_model.decision
-        if self._is_of_use(client, state, lookup):
+        if self._is_of_use(client, lookup, state.now_s):
             lookup.waits_for[client] += 1
         else:
             # A tier that is too slow is still measured, but the request does not wait for it.
@@ -345,10 +345,10 @@ class Promotions:
         client.use.looked_up += len(keys)
         client.look_up(keys, state.now_s, end)
 
-    def _is_of_use(self, client: TierClient, state: RequestState, lookup: TierLookup) -> bool:
+    def _is_of_use(self, client: TierClient, lookup: TierLookup, now_s: float) -> bool:
         """Return whether a tier is expected to answer a look-up in time, and what it has would then be loaded."""
-        look_up_s = _look_up_s(client, lookup, state.now_s)
-        if state.now_s + look_up_s > lookup.deadline_s:
+        look_up_s = _look_up_s(client, lookup, now_s)
+        if now_s + look_up_s > lookup.deadline_s:
             return False
         cost_model, num_bytes, num_tokens = client.cost_model, lookup.num_bytes, lookup.num_tokens
         # A load that is faster is decided once the answer is known, which may be that there is nothing to load.

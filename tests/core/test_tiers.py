@@ -495,23 +495,6 @@ def test_a_tier_whose_loads_would_be_declined_is_not_waited_for() -> None:
     assert use(engine).promoted > 0
 
 
-def test_a_tier_slower_than_computing_with_its_look_up_is_not_used() -> None:
-    engine = engine_with()
-    serve(engine, request("r", 5))
-    forget(engine)
-    client = engine.offload.tiers.clients[0]
-    for _ in range(8):
-        # Of 20 tokens: a load of 0.6 s, after a look-up of 0.6 s, or a second to compute.
-        client.look_up_rate.observe(1, 0.6)
-        client.cost_model.bytes_rate.observe(5 * SLOT_BYTES, 0.6)
-        client.cost_model.tokens_rate.observe(20, 1.0)
-    engine.add(request("s", 5))
-    engine.step()
-    assert engine.requests["s"].state == "running"
-    serve_on(engine)
-    assert (use(engine).gave_up, use(engine).promoted) == (1, 0)
-
-
 def measure(engine: ToyEngine, *, load_s: float, compute_s: float = 1.0, look_up_s: float | None = None) -> None:
     """Have the rates be those of a tier that loads five blocks in `load_s`, which are computed in `compute_s`."""
     client = engine.offload.tiers.clients[0]
@@ -520,6 +503,19 @@ def measure(engine: ToyEngine, *, load_s: float, compute_s: float = 1.0, look_up
         client.cost_model.tokens_rate.observe(5 * BLOCK_SIZE, compute_s)
         if look_up_s is not None:
             client.look_up_rate.observe(1, look_up_s)
+
+
+def test_a_tier_slower_than_computing_with_its_look_up_is_not_used() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    # A load after its look-up takes 1.2 s.
+    measure(engine, load_s=0.6, compute_s=1.0, look_up_s=0.6)
+    engine.add(request("s", 5))
+    engine.step()
+    assert engine.requests["s"].state == "running"
+    serve_on(engine)
+    assert (use(engine).gave_up, use(engine).promoted) == (1, 0)
 
 
 def test_a_slow_tier_without_the_blocks_is_waited_for_once_in_32_requests() -> None:

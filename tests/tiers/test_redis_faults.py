@@ -18,7 +18,7 @@ from tests.harness.tier_rig import SHORT, WAIT_S, Rig
 from tests.harness.tier_slots import keys_of
 from tests.harness.waiting import wait_until
 
-# With this prefix the third server has the epoch, whose address the second tier has.
+# The third server holds the epoch of this prefix. `rigs` gives its address to the second tier.
 CLUSTER = {"cluster": True, "prefix": "cluster2", **SHORT}
 KEYS = keys_of(range(16))
 
